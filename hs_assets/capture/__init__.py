@@ -1,0 +1,11 @@
+"""The capture plugin: runs inside SGLang's scheduler processes, and imports torch and `hs_assets.wire` only.
+
+plugin.py     what SGLang's entry point calls; inert without `HS_ASSETS_CAPTURE`
+supported.py  the versions and model classes that passed parity, and the server flags that are refused
+points.py     where to hook into a loaded model
+session.py    the hooks: collect one forward pass's states
+batch.py      which rows of a batch belong to which request
+transfer.py   from the device to the host, beside the forward pass
+writers.py    threads that write dumps
+assembly.py   one dump, chunk by chunk, up to its commit record
+"""

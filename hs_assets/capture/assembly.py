@@ -1,0 +1,148 @@
+"""One dump after another, chunk by chunk: reserve the space, write the rows, and commit when the last one is there."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+import zlib
+from dataclasses import dataclass, field
+
+from hs_assets.wire.dump import TOKEN_BYTES, DumpLayout
+from hs_assets.wire.records import CommitRecord, FailureRecord
+from hs_assets.wire.rid import Rid
+from hs_assets.wire.spool import DumpFiles
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFacts:
+    """What all dumps of a server have in common. ``dtype`` is the safetensors name."""
+
+    server: str
+    state_fingerprint: str
+    residual_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+
+
+@dataclass(slots=True)
+class _Open:
+    """A dump being written; the checksums run over what was written so far."""
+
+    files: DumpFiles
+    layout: DumpLayout
+    descriptor: int
+    rows: int = 0
+    chunks: int = 0
+    states_crc32: int = 0
+    ids_crc32: int = 0
+    ids_sha256: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+
+class Assembly:
+    """The dumps that one writer thread has open. Not thread-safe: a request always goes to the same thread."""
+
+    def __init__(self, facts: DumpFacts) -> None:
+        self._facts = facts
+        self._open: dict[str, _Open] = {}
+
+    def add(self, files: DumpFiles, rid: Rid, prefix: int, token_ids: memoryview, states: memoryview) -> None:
+        """Write the rows of one chunk; commit the dump with the last one.
+
+        A chunk with prefix 0 begins the dump anew (a retracted request is prefilled again). One that does not continue
+        where the last ended fails the dump: nothing is ever written with a gap.
+
+        Arguments:
+            files: where the dump lies.
+            rid: the request, with the length of the whole prompt.
+            prefix: number of prompt tokens before this chunk.
+            token_ids: int32 [rows], as bytes.
+            states: the facts' dtype [rows, K+1, H], as bytes.
+
+        Raises:
+            OSError: the spool is full or cannot be written; the caller calls `fail`.
+        """
+        if prefix == 0:
+            if files.commit.exists():
+                return
+            self._discard(files.rid)
+            self._begin(files, rid)
+        dump = self._open.get(files.rid)
+        if dump is None and files.failure.exists():
+            return
+        rows = len(token_ids) // TOKEN_BYTES
+        if dump is None or dump.rows != prefix or prefix + rows > dump.layout.tokens:
+            had = "no rows" if dump is None else f"{dump.rows} rows"
+            self.fail(files, "rows_out_of_order", f"a chunk of tokens {prefix}..{prefix + rows} of {rid.length} came after {had}")
+            return
+        if os.fstat(dump.descriptor).st_nlink == 0:
+            self._discard(files.rid)
+            return
+        _write_all(dump.descriptor, states, dump.layout.row_offset(prefix))
+        _write_all(dump.descriptor, token_ids, dump.layout.token_ids_offset + prefix * TOKEN_BYTES)
+        dump.states_crc32 = zlib.crc32(states, dump.states_crc32)
+        dump.ids_crc32 = zlib.crc32(token_ids, dump.ids_crc32)
+        dump.ids_sha256.update(token_ids)
+        dump.rows += rows
+        dump.chunks += 1
+        if dump.rows == dump.layout.tokens:
+            self._commit(dump)
+
+    def fail(self, files: DumpFiles, reason: str, detail: str) -> None:
+        """Leave a failure record instead of a dump, and free what was written."""
+        self._discard(files.rid)
+        files.data.unlink(missing_ok=True)
+        if files.folder.is_dir():
+            FailureRecord(files.rid, reason, detail).write(files.failure)
+
+    def sweep(self) -> None:
+        """Close the dumps whose files the client removed: their requests were given up."""
+        for rid, dump in list(self._open.items()):
+            if os.fstat(dump.descriptor).st_nlink == 0:
+                self._discard(rid)
+
+    def _begin(self, files: DumpFiles, rid: Rid) -> None:
+        facts = self._facts
+        layout = DumpLayout(rid.length, facts.residual_ids, facts.hidden_size, facts.dtype)
+        descriptor = os.open(files.data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._open[files.rid] = _Open(files, layout, descriptor)
+        # A tmpfs that is full would kill a writer of a mapping by SIGBUS: reserve first, then write.
+        os.posix_fallocate(descriptor, 0, layout.file_bytes)
+        os.pwrite(descriptor, layout.header(files.rid), 0)
+
+    def _commit(self, dump: _Open) -> None:
+        facts, layout = self._facts, dump.layout
+        self._discard(dump.files.rid)
+        CommitRecord(
+            rid=dump.files.rid,
+            server=facts.server,
+            state_fingerprint=facts.state_fingerprint,
+            residual_ids=facts.residual_ids,
+            tokens=layout.tokens,
+            hidden_size=layout.hidden_size,
+            dtype=layout.dtype,
+            bytes=layout.file_bytes,
+            hidden_states_crc32=dump.states_crc32,
+            token_ids_crc32=dump.ids_crc32,
+            token_sha256=dump.ids_sha256.hexdigest(),
+            chunks=dump.chunks,
+            committed_at=time.time(),
+        ).write(dump.files.commit)
+
+    def _discard(self, rid: str) -> None:
+        dump = self._open.pop(rid, None)
+        if dump is not None:
+            os.close(dump.descriptor)
+
+
+def failure_reason(error: Exception) -> str:
+    """The ledger's name for an exception raised while a dump was written."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "spool_full" if full else "capture_error"
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)

@@ -1,0 +1,140 @@
+"""The hooks of one scheduler process: they collect the states of a prefill batch and hand them to `Transfer`.
+
+A forward pass goes: `batch` notes whose rows are in it, the model captures its auxiliary states, the final norm's hook
+keeps the stream that enters it, and when the logits processor is called all states of the batch are there.
+An error in a hook fails the samples of that batch; it never reaches the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from hs_assets.capture.assembly import DumpFacts
+from hs_assets.capture.batch import Segment, segments
+from hs_assets.capture.points import Points, probe_layer_input
+from hs_assets.capture.transfer import StatesBatch, Transfer
+from hs_assets.capture.writers import Failed, Writers
+from hs_assets.errors import WireError
+from hs_assets.wire.rid import Kind
+from hs_assets.wire.spool import DumpFiles, Spool
+
+_AUX_ARGUMENT = 4
+"""Position of ``aux_hidden_states`` in ``LogitsProcessor.forward`` (0.5.17 and 0.5.23)."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass: our segments in it, its token ids, and the states seen so far, each [T, H]."""
+
+    segments: list[tuple[Segment, DumpFiles]]
+    token_ids: torch.Tensor
+    final: torch.Tensor | None = None
+    probed: dict[int, torch.Tensor] = field(default_factory=dict)
+    submitted: bool = False
+
+    @property
+    def has_canary(self) -> bool:
+        return any(segment.rid.kind is Kind.CANARY for segment, _ in self.segments)
+
+
+class Session:
+    """Capture in one scheduler process. Arguments: see `CaptureConfig`; ``rank`` 0 writes the dumps of samples."""
+
+    def __init__(
+        self, spool: Spool, facts: DumpFacts, rank: int, writer_threads: int, points: Points, device: torch.device
+    ) -> None:
+        self._spool = spool
+        self._rank = rank
+        self._aux = facts.residual_ids[:-1]
+        self._hidden_size = facts.hidden_size
+        self._writers = Writers(writer_threads, facts)
+        self._transfer = Transfer(self._writers, device)
+        probe_facts = DumpFacts(facts.server, facts.state_fingerprint, self._aux, facts.hidden_size, facts.dtype)
+        self._probe_writers = Writers(1, probe_facts)
+        self._probe_transfer = Transfer(self._probe_writers, device)
+        self._pass: _Pass | None = None
+        self._dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[facts.dtype]
+        points.norm.register_forward_hook(self._after_final_norm)
+        points.logits_processor.register_forward_pre_hook(self._before_logits, with_kwargs=True)
+        for residual_id in self._aux:
+            probe_layer_input(points.layers[residual_id], partial(self._probe, residual_id))
+        (spool.canary / f"rank-{rank}").mkdir(mode=0o700, exist_ok=True)
+
+    @contextmanager
+    def batch(self, forward_batch: Any) -> Iterator[None]:
+        """Around one forward pass of the scheduler."""
+        self._pass = self._begin(forward_batch) if forward_batch.forward_mode.is_extend() and forward_batch.rids else None
+        try:
+            yield
+        finally:
+            current, self._pass = self._pass, None
+            if current is not None and not current.submitted:
+                self._fail(current, "not_captured", "the forward pass ended without states")
+
+    def _begin(self, forward_batch: Any) -> _Pass | None:
+        found = segments(forward_batch.rids, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+        ours = [(segment, self._files(segment)) for segment in found if self._rank == 0 or segment.rid.kind is Kind.CANARY]
+        return _Pass(ours, forward_batch.input_ids) if ours else None
+
+    def _files(self, segment: Segment) -> DumpFiles:
+        rid = str(segment.rid)
+        return self._spool.canary_dump(self._rank, rid) if segment.rid.kind is Kind.CANARY else self._spool.dump(rid)
+
+    def _after_final_norm(self, _module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._pass is not None:
+            self._pass.final = output[1] if isinstance(output, tuple) else args[0]
+
+    def _probe(self, residual_id: int, stream: torch.Tensor) -> None:
+        if self._pass is not None and self._pass.has_canary:
+            self._pass.probed[residual_id] = stream.clone()  # later layers add to it in place
+
+    def _before_logits(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        current = self._pass
+        if current is None:
+            return
+        current.submitted = True
+        try:
+            aux = kwargs["aux_hidden_states"] if "aux_hidden_states" in kwargs else args[_AUX_ARGUMENT]
+            token_ids = current.token_ids.to(torch.int32)
+            states = self._stack(aux, current.final)
+            self._transfer.submit(StatesBatch(current.segments, token_ids, states))
+            if current.has_canary:
+                self._submit_probes(current, token_ids)
+        except Exception as error:  # the clients learn of it by their samples' failure records
+            self._fail(current, "capture_error", repr(error))
+
+    def _submit_probes(self, current: _Pass, token_ids: torch.Tensor) -> None:
+        probed = torch.stack([current.probed[i] for i in self._aux], dim=1)
+        canaries = [
+            (segment, DumpFiles(files.folder, f"{files.rid}.probe"))
+            for segment, files in current.segments
+            if segment.rid.kind is Kind.CANARY
+        ]
+        self._probe_transfer.submit(StatesBatch(canaries, token_ids, probed))
+
+    def _stack(self, aux: Any, final: torch.Tensor | None) -> torch.Tensor:
+        """All states of a pass, [T, K+1, H], from the model's auxiliary ones (packed [T, K*H], or a list of [T, H])."""
+        slots = len(self._aux)
+        if final is None or aux is None:
+            raise WireError("the model gave no states", where="logits processor", got=f"aux {type(aux)}, final {type(final)}")
+        if not isinstance(aux, torch.Tensor):
+            aux = torch.cat(list(aux), dim=-1)
+        rows, width = aux.shape
+        if width != slots * self._hidden_size or final.shape != (rows, self._hidden_size) or aux.dtype != self._dtype:
+            raise WireError(
+                "the model gave other states than asked",
+                where="logits processor",
+                expected=f"{slots} + 1 slots of {self._hidden_size} in {self._dtype}",
+                got=f"aux {tuple(aux.shape)} {aux.dtype}, final {tuple(final.shape)}",
+            )
+        return torch.cat([aux.view(rows, slots, self._hidden_size), final.unsqueeze(1)], dim=1)
+
+    def _fail(self, current: _Pass, reason: str, detail: str) -> None:
+        for _, files in current.segments:
+            self._writers.put(Failed(files, reason, detail))

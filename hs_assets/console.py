@@ -1,0 +1,84 @@
+"""What the commands print: tables and chains for people; the commands print JSON themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from hs_assets.extraction.status import COMPLETE, PartitionStatus
+from hs_assets.serving.state import LeaseRecord, ServerState
+from hs_assets.store.reader import Lineage
+
+
+def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
+    """A line a partition, and their sum."""
+    table = Table(title="ledger: in = stored + dropped + failed (+ pending, before extraction)", title_justify="left")
+    table.add_column("partition")
+    table.add_column("state")
+    for name in ("in", "stored", "dropped", "failed", "pending", "tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("reasons")
+    for one in partitions:
+        counts = (one.rows, one.stored, sum(one.dropped.values()), sum(one.failed.values()), one.pending, one.tokens)
+        style = "green" if one.state == COMPLETE else "yellow"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted({**one.dropped, **one.failed}.items()))
+        table.add_row(one.partition, f"[{style}]{one.state}[/]", *(f"{count:,}" for count in counts), reasons)
+    sums = [
+        sum(values)
+        for values in zip(
+            *(
+                (one.rows, one.stored, sum(one.dropped.values()), sum(one.failed.values()), one.pending, one.tokens)
+                for one in partitions
+            ),
+            strict=True,
+        )
+    ] or [0] * 6
+    table.add_section()
+    table.add_row(f"{len(partitions)} partitions", "", *(f"{value:,}" for value in sums), "", style="bold")
+    return table
+
+
+def lineage_tree(record: Lineage) -> Tree:
+    """A sample's lineage as a chain, from its states down to the row of a file."""
+    tree = Tree(f"[bold]{record.sample_id}[/] in layer set {record.layer_set}")
+    node = tree
+    for part in record.parts:
+        ids = ", ".join(str(i) for i in part.residual_ids)
+        node = node.add(f"states {ids}: generation {part.generation}, rows from {part.offset}")
+    part, spec = record.parts[-1], record.state_spec
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part.captured_at))
+    weights = f"{spec['model_class']} {spec['weight_fingerprint']}, SGLang {spec['sglang_version']}, {spec['dtype']}"
+    texts = f"template {record.template_sha256[:12]}, tokenizer {record.tokenizer_sha256[:12]}"
+    node = node.add(f"dump {part.dump_crc32:08x}, captured {when} by server {part.server}, run {part.run_id}")
+    node = node.add(f"state spec {record.state_fingerprint}: {weights}")
+    node = node.add(f"token ids {record.token_sha256[:16]}: {texts}")
+    node = node.add(f"prompt partition {record.partition}, version {record.prompts_version}")
+    node.add(f"{record.source_path}, row {record.source_row} (sha256 {record.source_sha256[:16]})")
+    return tree
+
+
+def server_lines(phase: str, state: ServerState | None, leases: Sequence[LeaseRecord], dumps: int, used: int) -> list[str]:
+    """What is known of a server, a line each."""
+    if state is None:
+        return ["no server was started in this home"]
+    lines = [
+        f"server    {state.server}: {phase}",
+        f"model     {state.model_path}",
+        f"identity  {state.identity}, states {state.state_fingerprint}, residual ids {', '.join(map(str, state.residual_ids))}",
+        f"process   {state.pid} (SGLang {state.sglang_version}), watchdog {state.watchdog_pid}, at {state.url}",
+        f"up since  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.started_at))}",
+        f"spool     {state.spool}: {dumps} dumps, {used:,} of {state.spool_bytes:,} bytes",
+        f"log       {state.log}",
+        f"says      {state.message}",
+    ]
+    return lines + [f"lease     {lease.purpose} (pid {lease.pid}, {time.time() - lease.since:.0f} s)" for lease in leases]
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """The terminal; wide enough for the tables where there is none."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160)

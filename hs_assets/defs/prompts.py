@@ -1,0 +1,84 @@
+"""Asset `prompts`: the rows of a partition as token ids and loss masks, made by the model's own tokenizer and template."""
+
+from collections.abc import Iterator
+
+import dagster as dg
+import numpy as np
+
+from hs_assets.defs.project import ProjectResource
+from hs_assets.extraction.status import sources
+from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.model import read_model_facts
+from hs_assets.samples.prompts import PromptLimits, PromptPartition, make_partition, write_partition
+from hs_assets.samples.sources import read_partition
+from hs_assets.samples.tokenizer import load_tokenizer
+
+
+def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefinition:
+    """The asset, over the partitions of all sources."""
+
+    @dg.asset(
+        partitions_def=partitions, group_name="extraction", kinds={"parquet"}, owners=["team:hs-assets"], output_required=False
+    )
+    def prompts(context: dg.AssetExecutionContext, project: ProjectResource) -> Iterator[dg.MaterializeResult[None]]:
+        """Conversations → token ids and loss mask, with the row of the file that each came from.
+
+        A row whose mask cannot be made surely is dropped with a reason, never guessed. Nothing is sent to the server.
+        """
+        loaded = project.load()
+        settings, key = loaded.settings, context.partition_key
+        facts = read_model_facts(settings.model.path)
+        tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
+        source = next(s for s in sources(loaded) if key.rpartition("-")[0] == s.name)
+        rows = read_partition(loaded.home.prompts / "index", source, key)
+        limits = PromptLimits(min(settings.prompts.max_tokens, facts.context_length - 1), facts.vocab_size)
+        made = make_partition(key, source, rows, tokenizer, limits)
+        path = write_partition(made, loaded.home.prompts)
+        dropped = sum(made.dropped.values())
+        context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(rows), made.dropped)
+        limit = settings.prompts.max_dropped_share
+        if dropped > limit * len(rows):
+            raise dg.Failure(
+                f"{dropped} of {len(rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
+                metadata={"dropped": dg.JsonMetadataValue(made.dropped), "dropped rows": _dropped_table(made)},
+                allow_retries=False,
+            )
+        yield dg.MaterializeResult(
+            data_version=dg.DataVersion(made.version), metadata={**_metadata(made), "path": dg.MetadataValue.path(path)}
+        )
+
+    return prompts
+
+
+def _metadata(made: PromptPartition) -> dict[str, dg.MetadataValue]:
+    lengths = np.array([len(prompt.input_ids) for prompt in made.prompts] or [0])
+    supervised = sum(int(prompt.loss_mask.sum()) for prompt in made.prompts)
+    return {
+        "rows": dg.IntMetadataValue(len(made.rows)),
+        "prompts": dg.IntMetadataValue(len(made.prompts)),
+        "dropped": dg.JsonMetadataValue(made.dropped),
+        "dropped rows": _dropped_table(made),
+        "tokens": dg.IntMetadataValue(int(lengths.sum())),
+        "longest prompt (tokens)": dg.IntMetadataValue(int(lengths.max())),
+        "supervised share": dg.FloatMetadataValue(round(supervised / max(1, int(lengths.sum())), 4)),
+        "source": dg.PathMetadataValue(str(made.source.path)),
+        "template_sha256": dg.TextMetadataValue(made.template_sha256),
+        "tokenizer_sha256": dg.TextMetadataValue(made.tokenizer_sha256),
+    }
+
+
+def _dropped_table(made: PromptPartition) -> dg.TableMetadataValue:
+    records = [
+        dg.TableRecord(
+            {
+                "sample": row.sample_id,
+                "source row": row.source_row,
+                "reason": row.content.reason,
+                "detail": row.content.detail[:300],
+            }
+        )
+        for row in made.rows
+        if isinstance(row.content, Dropped)
+    ]
+    columns = [dg.TableColumn("sample"), dg.TableColumn("source row", "int"), dg.TableColumn("reason"), dg.TableColumn("detail")]
+    return dg.TableMetadataValue(records, schema=dg.TableSchema(columns))

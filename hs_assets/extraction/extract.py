@@ -1,0 +1,239 @@
+"""Extract one partition: plan, capture what is missing, store it, and report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hs_assets.config import Project
+from hs_assets.errors import ServerDiedError, SpoolError
+from hs_assets.extraction.intake import Destination, Intake
+from hs_assets.extraction.plan import Plan, make_plan
+from hs_assets.samples.model import load_head
+from hs_assets.samples.prompts import Prompt
+from hs_assets.samples.rules import Expected, Validator
+from hs_assets.serving.admission import KEPT, Admission, spool_use, sweep
+from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Failed
+from hs_assets.serving.launch import Target
+from hs_assets.serving.launch import make_plan as make_launch_plan
+from hs_assets.serving.server import lease_server
+from hs_assets.serving.state import ServerFolder, ServerState
+from hs_assets.store.layout import create
+from hs_assets.store.manifest import Manifest
+from hs_assets.store.masks import write_final_norm
+from hs_assets.store.writer import ArrayShape
+from hs_assets.wire.records import CommitRecord
+from hs_assets.wire.rid import parse_rid
+from hs_assets.wire.spool import Spool
+
+_SAY_SECONDS = 10.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did with a partition. Bytes of dumps and of the store; seconds of capture, without the server's start."""
+
+    plan: Plan
+    requests: int = 0
+    adopted: int = 0
+    captured_tokens: int = 0
+    dump_bytes: int = 0
+    seconds: float = 0.0
+    waited_for_spool_seconds: float = 0.0
+    spool_high_water_bytes: int = 0
+    server: ServerState | None = None
+    manifest: Manifest | None = None
+    manifest_changed: bool = False
+    intake: Intake | None = None
+    kept: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Why the partition is not complete; empty if it is."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.captured_tokens / self.seconds if self.seconds else 0.0
+
+
+def extract(project: Project, target: Target, key: str, run_id: str, say: Say) -> Report:
+    """Capture and store what is missing of a partition. A run that is cut short leaves what it got, whole.
+
+    Raises:
+        HsAssetsError: it cannot begin. What goes wrong later is in the report's `problems`.
+    """
+    paths = create(project.store_path)
+    plan = make_plan(project, target, paths, key)
+    report = Report(plan)
+    head = load_head(target.facts)
+    rules = project.settings.rules
+    if not isinstance(head, str):
+        write_final_norm(paths, target.spec.weight_fingerprint, target.facts.model_class, head.norm_weight, head.norm_eps)
+    expected = Expected(
+        target.layer_set.residual_ids,
+        target.facts.hidden_size,
+        plan.layout.dtype,
+        head,
+        rules.logprob_tolerance,
+        rules.prefix_cosine,
+        rules.prefix_share,
+    )
+    store = project.settings.store
+    shape = ArrayShape(target.facts.hidden_size, plan.layout.dtype, store.chunk_tokens, store.shard_tokens)
+    spec = dataclasses.asdict(target.spec)
+    destination = Destination(paths, target.spec.fingerprint, spec, run_id, shape, store.generation_bytes)
+    intake = report.intake = Intake(plan, destination, Validator(expected), say)
+    try:
+        with _outcomes(project, target, report, say) as (outcomes, client):
+            for outcome in outcomes:
+                if outcome is not None:
+                    intake.take(outcome)
+                elif client is not None and client.admission.blocked and intake.has_unpublished:
+                    intake.publish()
+        if intake.has_unpublished:
+            intake.publish()
+    except ServerDiedError as error:
+        if intake.has_unpublished:
+            intake.publish()
+        for prompt in plan.to_capture:
+            intake.failed.setdefault(prompt.row, ("server_died", error.problem))
+        report.problems.append(str(error))
+    finally:
+        intake.abandon()
+    report.manifest, report.manifest_changed = intake.write_manifest()
+    report.problems += _problems(project, report.manifest)
+    return report
+
+
+def capture_only(project: Project, target: Target, key: str, say: Say) -> Report:
+    """Capture what is missing of a partition and leave the dumps in the spool.
+
+    Raises:
+        SpoolError: they cannot fit; nothing was asked then.
+        HsAssetsError: it cannot begin. What goes wrong later is in the report's `problems`.
+    """
+    paths = create(project.store_path)
+    plan = make_plan(project, target, paths, key)
+    report = Report(plan)
+    failed: dict[str, str] = {}
+    try:
+        with _outcomes(project, target, report, say, keep=True) as (outcomes, client):
+            for outcome in outcomes:
+                if isinstance(outcome, Failed):
+                    failed[f"{key}/{outcome.prompt.row:04d}"] = f"{outcome.reason}: {outcome.detail}"
+                elif outcome is not None and client is not None:
+                    client.admission.adopt(outcome.files, KEPT)
+                    report.kept += 1
+                elif outcome is not None:
+                    report.kept += 1
+    except ServerDiedError as error:
+        report.problems.append(str(error))
+    report.problems += [f"{sample_id} failed: {reason}" for sample_id, reason in failed.items()]
+    return report
+
+
+@contextmanager
+def _outcomes(
+    project: Project, target: Target, report: Report, say: Say, *, keep: bool = False
+) -> Iterator[tuple[Iterator[Captured | Failed | None], CaptureClient | None]]:
+    """The outcomes for all prompts that need the server: first the dumps that lie in the spool, then what it captures.
+
+    The server is not even started where nothing is missing.
+    """
+    plan, key = report.plan, report.plan.prompts.key
+    here = _adopt(project, target, plan, say)
+    report.adopted = len(here)
+    got = {captured.prompt.row for captured in here}
+    asked = [prompt for prompt in plan.to_capture if prompt.row not in got]
+    if not asked:
+        yield iter(here), None
+        return
+    folder = ServerFolder(project.home.server)
+    launch_plan = make_launch_plan(project, target)
+    if keep:
+        _check_room(plan, asked, launch_plan.spool_bytes, project)
+    server = project.settings.server
+    settings = ClientSettings(server.max_in_flight, server.request_timeout_seconds, server.commit_timeout_seconds)
+    with (
+        lease_server(folder, launch_plan, f"extraction of {key}", say) as state,
+        CaptureClient(folder, state, plan.layout, settings, say) as client,
+    ):
+        report.server = state
+        began = time.monotonic()
+        try:
+            yield _watched(here, client.capture(key, asked), report, len(asked), say), client
+        finally:
+            report.seconds = time.monotonic() - began
+            report.waited_for_spool_seconds = client.admission.waited_seconds
+            report.spool_high_water_bytes = client.admission.high_water_bytes
+
+
+def _watched(
+    here: list[Captured], captures: Iterator[Captured | Failed | None], report: Report, total: int, say: Say
+) -> Iterator[Captured | Failed | None]:
+    """The outcomes, counted, with a line on the progress every few seconds."""
+    yield from here
+    began = said = time.monotonic()
+    for outcome in captures:
+        if outcome is not None:
+            report.requests += 1
+        if isinstance(outcome, Captured):
+            report.captured_tokens += len(outcome.prompt.input_ids)
+            report.dump_bytes += outcome.files.data.stat().st_size
+        yield outcome
+        now = time.monotonic()
+        if report.requests and (now - said > _SAY_SECONDS or report.requests == total):
+            said = now
+            rate = report.captured_tokens / (now - began)
+            left = (total - report.requests) * (now - began) / report.requests
+            done = f"{report.requests} of {total} requests, {report.captured_tokens:,} tokens"
+            say(f"{done}, {rate:,.0f} tokens/s, {left:.0f} s left")
+
+
+def _adopt(project: Project, target: Target, plan: Plan, say: Say) -> list[Captured]:
+    """Whole dumps of this partition that an earlier run left in the spool, as far as they are what is asked for."""
+    spool = Spool(project.spool_path)
+    if not spool.dumps.is_dir():
+        return []
+    if freed := sweep(spool):
+        say(f"freed {freed} dumps that a crash had left half done")
+    admission = Admission(spool, 0, say)
+    wanted: dict[int, Prompt] = {prompt.row: prompt for prompt in plan.to_capture}
+    adopted = []
+    for text in list(spool.rids()):
+        rid, files = parse_rid(text), spool.dump(text)
+        if rid is None or rid.partition != plan.prompts.key or not admission.adopt(files):
+            continue
+        commit, prompt = CommitRecord.read(files.commit), wanted.pop(rid.row, None)
+        asked_for = (target.spec.fingerprint, target.layer_set.residual_ids, prompt.token_sha256 if prompt else None)
+        if prompt is not None and (commit.state_fingerprint, commit.residual_ids, commit.token_sha256) == asked_for:
+            adopted.append(Captured(prompt, files))
+        else:
+            files.free()
+    return adopted
+
+
+def _check_room(plan: Plan, asked: list[Prompt], budget: int, project: Project) -> None:
+    needed = sum(plan.dump_bytes(prompt) for prompt in asked)
+    _, used = spool_use(project.spool_path)
+    if needed > budget - used:
+        raise SpoolError(
+            "the dumps of this partition do not fit into the spool together",
+            where=plan.prompts.key,
+            expected=f"{needed:,} bytes for {len(asked)} dumps",
+            got=f"{budget - used:,} of {budget:,} bytes left",
+            remedy="materialise raw_dumps and eagle3_samples together, which streams them, or raise server.spool_bytes",
+        )
+
+
+def _problems(project: Project, manifest: Manifest) -> list[str]:
+    ledger = manifest.ledger
+    problems = [f"{count} rows failed: {reason}" for reason, count in sorted(ledger.failed.items())]
+    refused = sum(count for reason, count in ledger.dropped.items() if reason.startswith("rejected("))
+    limit = project.settings.rules.max_rejected_share
+    if refused > limit * ledger.rows:
+        problems.append(f"{refused} of {ledger.rows} rows are rejected, more than the share of {limit}")
+    return problems

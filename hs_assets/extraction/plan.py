@@ -1,0 +1,126 @@
+"""What of a partition is stored already, in whatever layer set, and what the server must be asked for.
+
+A state is known by (state fingerprint, token hash, residual id): a subset of a stored layer set, changed masks and
+changed templates that give the same tokens cost no request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+
+from hs_assets.config import Project
+from hs_assets.errors import ExtractionError
+from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_table
+from hs_assets.serving.launch import DTYPES, Target
+from hs_assets.store.layout import StorePaths
+from hs_assets.store.manifest import Manifest, Part, UnstoredRow, manifests_of
+from hs_assets.wire.dump import ITEM_BYTES, DumpLayout
+from hs_assets.wire.layers import LayerSet
+
+_REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A partition's prompts and the states that are stored of them.
+
+    ``layout``: of a dump of one token. ``known``: row → residual id → the part that holds its states. ``before``: what the
+    last manifest of this layer set said of rows without states, by sample id.
+    """
+
+    prompts: PromptPartition
+    layer_set: LayerSet
+    layout: DumpLayout
+    known: dict[int, dict[int, Part]]
+    before: dict[str, UnstoredRow]
+
+    def missing(self, row: int) -> tuple[int, ...]:
+        """Residual ids of a row that are not stored."""
+        return tuple(i for i in self.layer_set.residual_ids if i not in self.known[row])
+
+    @property
+    def to_capture(self) -> list[Prompt]:
+        """The prompts that need the server: some state of them is not stored, and they were not rejected."""
+        rejected = {row.sample_id for row in self.before.values() if is_rejected(row)}
+        skipped = {row.row for row in self.prompts.rows if row.sample_id in rejected}
+        return [prompt for prompt in self.prompts.prompts if prompt.row not in skipped and self.missing(prompt.row)]
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes that storing what is missing takes."""
+        width = self.layout.hidden_size * ITEM_BYTES[self.layout.dtype]
+        return sum(len(prompt.input_ids) * len(self.missing(prompt.row)) * width for prompt in self.to_capture)
+
+    def dump_bytes(self, prompt: Prompt) -> int:
+        """Bytes that the dump of a prompt takes in the spool."""
+        return dataclasses.replace(self.layout, tokens=len(prompt.input_ids)).file_bytes
+
+    def parts(self, row: int) -> tuple[Part, ...]:
+        """The parts that hold a stored row's states, each naming the residual ids it is used for."""
+        used: dict[Part, list[int]] = {}
+        for residual_id in self.layer_set.residual_ids:
+            used.setdefault(self.known[row][residual_id], []).append(residual_id)
+        return tuple(_only(part, tuple(ids)) for part, ids in used.items())
+
+
+def _only(part: Part, residual_ids: tuple[int, ...]) -> Part:
+    norms = dict(zip(part.residual_ids, part.norms, strict=True))
+    return dataclasses.replace(part, residual_ids=residual_ids, norms=tuple(norms[i] for i in residual_ids))
+
+
+def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> Plan:
+    """Compare the partition's prompts with what all its manifests say is stored.
+
+    Raises:
+        PromptError: its prompts were never made.
+        ExtractionError: what is missing does not fit on the store's disk.
+    """
+    prompts = read_partition_table(project.home.prompts, key)
+    manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
+    states = _states(manifests)
+    plan = Plan(
+        prompts=prompts,
+        layer_set=target.layer_set,
+        layout=DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, DTYPES[target.spec.dtype]),
+        known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
+        before=_before(manifests, target.layer_set, prompts),
+    )
+    if plan.store_bytes > (free := shutil.disk_usage(paths.root).free):
+        raise ExtractionError(
+            "the store's disk cannot hold this partition",
+            where=f"{key} in {paths.root}",
+            expected=f"{plan.store_bytes:,} bytes for {len(plan.to_capture)} samples",
+            got=f"{free:,} bytes free",
+            remedy="free some room, or set store.path",
+        )
+    return plan
+
+
+def is_rejected(row: UnstoredRow) -> bool:
+    """Whether a row is not tried again, because it failed the same rule twice."""
+    return row.outcome == "dropped" and row.reason.startswith(f"{_REJECTED}(")
+
+
+def rejected(rule: str) -> str:
+    """The ledger's reason for a row that failed `rule` twice."""
+    return f"{_REJECTED}({rule})"
+
+
+def _before(manifests: list[Manifest], layer_set: LayerSet, prompts: PromptPartition) -> dict[str, UnstoredRow]:
+    """Rows without states in the last manifest, as far as they are still the same rows of the same prompts."""
+    mine = next((m for m in manifests if m.layer_set == layer_set.id and m.prompts.version == prompts.version), None)
+    return {row.sample_id: row for row in mine.unstored} if mine else {}
+
+
+def _states(manifests: list[Manifest]) -> dict[str, dict[int, Part]]:
+    """Token hash → residual id → the part that holds its states."""
+    states: dict[str, dict[int, Part]] = {}
+    for manifest in manifests:
+        for sample in manifest.samples:
+            here = states.setdefault(sample.token_sha256, {})
+            for part in sample.parts:
+                for residual_id in part.residual_ids:
+                    here.setdefault(residual_id, part)
+    return states

@@ -1,0 +1,106 @@
+"""The ledger of every partition, from the files alone: no Dagster, no server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hs_assets.config import Project
+from hs_assets.samples.model import read_model_facts
+from hs_assets.samples.prompts import read_partition_table, table_path
+from hs_assets.samples.sources import Partitioning, Source, SourceIndex, partition_key, refresh
+from hs_assets.serving.launch import DTYPES
+from hs_assets.store.layout import check
+from hs_assets.store.manifest import Manifest, find_manifest
+from hs_assets.wire.dump import DumpLayout
+from hs_assets.wire.layers import LayerSet
+
+COMPLETE, INCOMPLETE, PREPARED, NEW = "complete", "incomplete", "prepared", "new"
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStatus:
+    """What became of a partition's rows: ``rows == stored + dropped + failed + pending``; pending before extraction only."""
+
+    partition: str
+    layer_set: str
+    state: str
+    rows: int
+    stored: int
+    dropped: dict[str, int]
+    failed: dict[str, int]
+    pending: int
+    tokens: int
+    bytes: int
+    """Of the stored states."""
+    state_fingerprint: str | None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "partition": self.partition,
+            "layer_set": self.layer_set,
+            "state": self.state,
+            "in": self.rows,
+            "stored": self.stored,
+            "dropped": self.dropped,
+            "failed": self.failed,
+            "pending": self.pending,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "state_fingerprint": self.state_fingerprint,
+        }
+
+
+def source_indexes(project: Project) -> dict[str, SourceIndex]:
+    """The index of every source, brought up to date."""
+    prompts = project.settings.prompts
+    partitioning = Partitioning(prompts.rows_per_partition, prompts.tokens_per_partition)
+    return refresh(project.home.prompts / "index", sources(project), partitioning)
+
+
+def sources(project: Project) -> list[Source]:
+    """The configured sources."""
+    return [Source(source.name, source.path) for source in project.settings.prompts.sources]
+
+
+def status(project: Project, layer_set_id: str | None = None) -> list[PartitionStatus]:
+    """The status of every partition, in one layer set (by default the configured one)."""
+    facts = read_model_facts(project.settings.model.path)
+    chosen = LayerSet.parse(layer_set_id) if layer_set_id else LayerSet.choose(project.settings.layers, facts.num_layers)
+    layout = DumpLayout(1, chosen.residual_ids, facts.hidden_size, DTYPES[project.settings.server.dtype])
+    return [
+        _partition(project, chosen.id, layout.row_bytes, partition_key(name, number), end - start)
+        for name, index in source_indexes(project).items()
+        for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True))
+    ]
+
+
+def _partition(project: Project, layer_set: str, row_bytes: int, key: str, rows: int) -> PartitionStatus:
+    manifest = _manifest(project, layer_set, key)
+    if manifest is not None:
+        ledger = manifest.ledger
+        pending = max(0, rows - ledger.rows)  # rows that were appended since
+        state = INCOMPLETE if ledger.failed or pending else COMPLETE
+        tokens = sum(sample.tokens for sample in manifest.samples)
+        return PartitionStatus(
+            partition=key,
+            layer_set=layer_set,
+            state=state,
+            rows=ledger.rows + pending,
+            stored=ledger.stored,
+            dropped=ledger.dropped,
+            failed=ledger.failed,
+            pending=pending,
+            tokens=tokens,
+            bytes=tokens * row_bytes,
+            state_fingerprint=manifest.state_fingerprint,
+        )
+    if table_path(project.home.prompts, key).exists():
+        dropped = read_partition_table(project.home.prompts, key).dropped
+        return PartitionStatus(key, layer_set, PREPARED, rows, 0, dropped, {}, rows - sum(dropped.values()), 0, 0, None)
+    return PartitionStatus(key, layer_set, NEW, rows, 0, {}, {}, rows, 0, 0, None)
+
+
+def _manifest(project: Project, layer_set: str, key: str) -> Manifest | None:
+    if not project.store_path.exists():
+        return None
+    return find_manifest(check(project.store_path), layer_set, key)

@@ -1,0 +1,11 @@
+"""From rows to prompts, and from dumps to validated samples.
+
+sources.py        a JSONL file → rows, partitions, duplicates
+conversations.py  one row → messages, or a reason to drop it
+tokenizer.py      the model's tokenizer and chat template, with their hashes
+masks.py          messages → text and the spans that are supervised → token ids and loss mask
+prompts.py        one partition: rows → prompts; its table on disk
+model.py          facts of a checkpoint: layers, sizes, final norm, output head
+eagle3.py         a dump → states that can be checked and stored
+rules.py          what must hold for every sample
+"""

@@ -1,0 +1,63 @@
+"""A dump → the states of one sample, mapped from the spool, as they are checked and stored."""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from hs_assets.errors import WireError
+from hs_assets.samples.prompts import Prompt
+from hs_assets.wire.dump import HEADER_BYTES, read_layout
+from hs_assets.wire.records import AnswerRecord, CommitRecord
+from hs_assets.wire.spool import DumpFiles
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSample:
+    """One prompt and what the server gave for it.
+
+    ``token_ids`` int32 [T] as the server saw them; ``states`` [T, K+1, H], slots in the order of
+    ``commit.residual_ids``, the last one the final state, before the norm. Both are mapped: valid until the dump is freed.
+    """
+
+    prompt: Prompt
+    commit: CommitRecord
+    answer: AnswerRecord
+    token_ids: np.ndarray
+    states: np.ndarray
+
+    def residual(self, residual_id: int) -> np.ndarray:
+        """The states of one residual id, [T, H]."""
+        return self.states[:, self.commit.residual_ids.index(residual_id)]
+
+
+def load_sample(prompt: Prompt, files: DumpFiles) -> CapturedSample:
+    """Map a committed dump and check that its bytes are those that the server wrote.
+
+    Raises:
+        WireError: the dump is not committed, not of this version, cut, or its checksums differ.
+    """
+    commit, answer = CommitRecord.read(files.commit), AnswerRecord.read(files.answer)
+    layout = read_layout(files.data)
+    with files.data.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(data)
+    states, ids = view[HEADER_BYTES : layout.token_ids_offset], view[layout.token_ids_offset : layout.file_bytes]
+    crc32s = zlib.crc32(states), zlib.crc32(ids)
+    if crc32s != (commit.hidden_states_crc32, commit.token_ids_crc32):
+        raise WireError(
+            "the checksums of a dump differ from those in its commit record",
+            where=files.data,
+            expected=f"{commit.hidden_states_crc32}, {commit.token_ids_crc32}",
+            got=crc32s,
+        )
+    shape = (layout.tokens, len(layout.residual_ids), layout.hidden_size)
+    return CapturedSample(
+        prompt, commit, answer, np.frombuffer(ids, "<i4"), np.frombuffer(states, DTYPES[layout.dtype]).reshape(shape)
+    )

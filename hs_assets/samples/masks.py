@@ -1,0 +1,112 @@
+"""Messages → token ids and loss mask: True on the assistant's tokens of every turn, its end-of-turn token included.
+
+Where the template marks what the assistant generates, the marks decide. Else each turn is found by rendering the
+conversation up to it and through it: what stands between the two was generated, if both are beginnings of the whole.
+A conversation for which that is not sure is dropped, never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hs_assets.samples.conversations import Dropped, Message, Tokenized
+from hs_assets.samples.tokenizer import ChatTokenizer
+
+_EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the model sees it, and the spans [start, end) of its characters that are supervised."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def tokenize_conversation(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Tokenized | Dropped:
+    """Token ids and loss mask of a conversation, or why they cannot be made surely."""
+    for number, message in enumerate(messages):
+        forged = next((token for token in tokenizer.special_tokens if token in message.content), None)
+        if forged is not None:
+            return Dropped("special_token_in_content", f"turn {number} ({message.role}) contains {forged!r}")
+    rendered = render(messages, tokenizer)
+    return rendered if isinstance(rendered, Dropped) else _tokenize(rendered, tokenizer)
+
+
+def render(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    """The template's text with its supervised spans."""
+    try:
+        if tokenizer.marks_generation:
+            text, marked = tokenizer.render_marked(messages)
+            return (
+                Rendered(text, tuple(marked)) if marked else Dropped("mask_unsure", "the template's generation marks are empty")
+            )
+        return _by_prefixes(messages, tokenizer)
+    except Exception as error:  # a template raises what it likes on messages it refuses
+        return Dropped("template_error", f"{type(error).__name__}: {error}")
+
+
+def _by_prefixes(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    text = tokenizer.render(messages)
+    spans = []
+    for number, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        before = tokenizer.render(messages[:number], prompt=True)
+        through = tokenizer.render(messages[: number + 1])
+        if not through.startswith(before) or not text.startswith(through):
+            return Dropped("mask_unsure", f"the template renders turn {number} another way inside the conversation")
+        span = _generated(through, len(before), message.content, tokenizer.special_tokens)
+        if span is None:
+            return Dropped("mask_unsure", f"the answer of turn {number} and its end-of-turn token are not found as rendered")
+        spans.append(span)
+    return Rendered(text, tuple(spans))
+
+
+def _generated(through: str, start: int, content: str, special_tokens: Sequence[str]) -> tuple[int, int] | None:
+    """The span of a turn: from the generation prompt, without an empty thinking scaffold, through the first special token."""
+    content = content.strip()
+    scaffold = _EMPTY_THINKING.match(through, start)
+    if scaffold is not None and not _EMPTY_THINKING.match(content):
+        start = scaffold.end()
+    found = through.find(content, start)
+    if found < 0 or through[start:found].strip():
+        return None
+    end = found + len(content)
+    stop = end + len(through[end:]) - len(through[end:].lstrip())
+    token = next((token for token in special_tokens if through.startswith(token, stop)), None)
+    return None if token is None else (start, stop + len(token))
+
+
+def _tokenize(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
+    if tokenizer.has_offsets:
+        return _tokenize_by_offsets(rendered, tokenizer)
+    ids: list[int] = []
+    mask: list[bool] = []
+    bounds = [0, *(bound for span in rendered.spans for bound in span), len(rendered.text)]
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        piece = tokenizer.encode(rendered.text[start:end])
+        ids += piece
+        mask += [number % 2 == 1] * len(piece)
+    if ids != tokenizer.encode(rendered.text):
+        return Dropped("mask_unsure", "the turns encode to other ids alone than in the conversation")
+    return Tokenized(tuple(ids), tuple(mask))
+
+
+def _tokenize_by_offsets(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
+    ids, offsets = tokenizer.encode_with_offsets(rendered.text)
+    mask = [False] * len(ids)
+    spans = iter(rendered.spans)
+    span = next(spans, None)
+    for index, (start, end) in enumerate(offsets):
+        while span is not None and start >= span[1]:
+            span = next(spans, None)
+        if span is None or end <= span[0]:
+            continue
+        if start < span[0] or end > span[1]:
+            return Dropped("mask_unsure", f"token {index} lies across the edge of an answer")
+        mask[index] = True
+    return Tokenized(tuple(ids), tuple(mask))

@@ -1,0 +1,139 @@
+"""Facts of a checkpoint, read from its config.json and its safetensors files without loading it.
+
+The final norm and single rows of the output head are all the arithmetic that the `logprob` rule needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hs_assets.errors import ConfigError
+from hs_assets.wire.dump import read_safetensors_header
+
+_RMS_NORM_CLASSES = frozenset(
+    {
+        "DeepseekV3ForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Model classes whose final norm is x / rms(x) * weight."""
+
+_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What config.json says of the text model."""
+
+    path: Path
+    model_class: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    tied_embeddings: bool
+    quantized: bool
+    logit_softcap: float | None
+    logit_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The final norm and the output head. ``norm_weight`` float32 [H]; ``_matrix`` [V, H], mapped, not loaded."""
+
+    norm_weight: np.ndarray
+    norm_eps: float
+    softcap: float | None
+    scale: float
+    _matrix: np.ndarray
+
+    def logits(self, state: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """Logits float32 [n] of the ids [n] after a token whose final pre-norm state is `state` [H].
+
+        RMSNorm (Zhang and Sennrich, 2019) and the rows of the head, in float32; then the model's own scale and softcap.
+        """
+        x = state.astype(np.float32)
+        normed = x / np.sqrt(np.mean(x * x) + np.float32(self.norm_eps)) * self.norm_weight
+        logits = self._matrix[token_ids].astype(np.float32) @ normed * np.float32(self.scale)
+        return np.asarray(logits if self.softcap is None else self.softcap * np.tanh(logits / self.softcap))
+
+
+def read_model_facts(path: Path) -> ModelFacts:
+    """The facts of the checkpoint in a folder.
+
+    Raises:
+        ConfigError: no config.json there, or one without the usual fields.
+    """
+    try:
+        outer = json.loads((path / "config.json").read_text())
+        text: dict[str, Any] = outer.get("text_config") or outer
+        return ModelFacts(
+            path=path,
+            model_class=outer["architectures"][0],
+            num_layers=text["num_hidden_layers"],
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            context_length=text["max_position_embeddings"],
+            norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
+            quantized="quantization_config" in text or "quantization_config" in outer,
+            logit_softcap=text.get("final_logit_softcapping"),
+            logit_scale=float(text.get("logit_scale", 1.0)),
+        )
+    except OSError as error:
+        raise ConfigError("the model's config.json cannot be read", where=path, got=error, remedy="check model.path") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError("the model's config.json lacks what is needed", where=path / "config.json", got=repr(error)) from error
+
+
+@functools.lru_cache(maxsize=4)
+def load_head(facts: ModelFacts) -> Head | str:
+    """The final norm and head of a checkpoint, or why the `logprob` rule cannot use them."""
+    if facts.model_class not in _RMS_NORM_CLASSES:
+        return f"the final norm of {facts.model_class} is not known here"
+    tensors = _tensors(facts.path)
+    norm = next((name for name in tensors if name.endswith("model.norm.weight") or name == "norm.weight"), None)
+    head_suffix = "embed_tokens.weight" if facts.tied_embeddings else "lm_head.weight"
+    head = next((name for name in tensors if name.endswith(head_suffix)), None)
+    if norm is None or head is None:
+        return f"the checkpoint has no final norm or no {head_suffix}"
+    norm_weight, matrix = _map(tensors[norm], norm), _map(tensors[head], head)
+    if norm_weight is None or matrix is None or matrix.shape != (facts.vocab_size, facts.hidden_size):
+        return "the final norm or the head is quantised or of another shape"
+    return Head(norm_weight.astype(np.float32), facts.norm_eps, facts.logit_softcap, facts.logit_scale, matrix)
+
+
+def shard_files(path: Path) -> list[Path]:
+    """The checkpoint's safetensors files, in order."""
+    return sorted(path.glob("*.safetensors"))
+
+
+def _tensors(path: Path) -> dict[str, Path]:
+    """Tensor name → the file it lies in."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    return {name: file for file in shard_files(path) for name in read_safetensors_header(file)[0] if name != "__metadata__"}
+
+
+def _map(file: Path, name: str) -> np.ndarray | None:
+    """A tensor mapped from its file, or None if its dtype is not a plain float."""
+    header, start = read_safetensors_header(file)
+    entry: Any = header[name]
+    if entry["dtype"] not in _DTYPES:
+        return None
+    first, _ = entry["data_offsets"]
+    return np.memmap(file, _DTYPES[entry["dtype"]], "r", start + first, tuple(entry["shape"]))

@@ -1,0 +1,12 @@
+"""The server's life: one long-lived SGLang process for all runs of a home.
+
+spec.py       the state spec: what changes the numbers, and its fingerprint
+engine.py     the CPU engine's environment: install, stamp
+launch.py     the command, environment and plugin path of a server
+state.py      the state file and the leases
+server.py     start, share, stop: what runs and commands call
+watchdog.py   the process that owns SGLang: ready, canary, idle stop
+canary.py     three prompts that prove a fresh server
+admission.py  bytes in flight never exceed the spool
+client.py     one request: trigger, wait for the dump
+"""

@@ -1,0 +1,153 @@
+"""Bytes in flight, over all processes of a home, never exceed the spool's budget: a full spool slows the pipeline.
+
+A claim file is made before the request is sent and removed with the dump. What is counted is every dump that has a
+claim: the size of its data file, which is reserved whole at its first chunk, or what the claim says before that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from hs_assets.errors import SpoolError
+from hs_assets.serving.state import lives
+from hs_assets.wire.records import ClaimRecord
+from hs_assets.wire.spool import DumpFiles, Spool
+
+KEPT = 0
+"""Owner of dumps that a run left on purpose (`raw_dumps` alone)."""
+
+_POLL_SECONDS = 0.05
+_SAY_SECONDS = 10.0
+
+
+class Admission:
+    """Claims room in a spool; safe to use from many threads and processes."""
+
+    def __init__(self, spool: Spool, budget: int, say: Callable[[str], None]) -> None:
+        self._spool = spool
+        self._budget = budget
+        self._say = say
+        self._created = psutil.Process().create_time()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self.waited_seconds = 0.0
+        self.high_water_bytes = 0
+
+    @property
+    def blocked(self) -> bool:
+        """Whether somebody in this process waits for room."""
+        return self._waiting > 0
+
+    def claim(self, files: DumpFiles, size: int, give_up: threading.Event) -> None:
+        """Wait until `size` bytes are free, and claim them.
+
+        Raises:
+            SpoolError: the dump is larger than the whole budget, or `give_up` was set meanwhile.
+        """
+        if size > self._budget:
+            raise SpoolError(
+                "the dump is larger than the spool",
+                where=files.rid,
+                expected=f"at most {self._budget:,} bytes",
+                got=f"{size:,} bytes",
+            )
+        began = said = time.monotonic()
+        with self._counted():
+            while not self._try_claim(files, size):
+                if give_up.is_set():
+                    raise SpoolError("the run ended while a request waited for room", where=files.rid)
+                if time.monotonic() - said > _SAY_SECONDS:
+                    said = time.monotonic()
+                    self._say(
+                        f"the spool is full: a request has waited {said - began:.0f} s for {size:,} of {self._budget:,} bytes"
+                    )
+                time.sleep(_POLL_SECONDS)
+        with self._lock:
+            self.waited_seconds += time.monotonic() - began
+
+    def adopt(self, files: DumpFiles, owner: int | None = None) -> bool:
+        """Take over a dump whose owner is gone or left it on purpose; returns whether it is ours now.
+
+        Arguments:
+            owner: the new owner: this process, or `KEPT`.
+        """
+        with self._locked():
+            if not files.claim.exists():
+                return False
+            claim = ClaimRecord.read(files.claim)
+            if claim.pid not in (KEPT, os.getpid()) and lives(claim.pid, claim.created):
+                return False
+            pid = os.getpid() if owner is None else owner
+            ClaimRecord(claim.rid, claim.bytes, pid, self._created).write(files.claim)
+            return True
+
+    def _try_claim(self, files: DumpFiles, size: int) -> bool:
+        with self._locked():
+            used = self._used()
+            if used + size > self._budget:
+                return False
+            ClaimRecord(files.rid, size, os.getpid(), self._created).write(files.claim)
+        self.high_water_bytes = max(self.high_water_bytes, used + size)
+        return True
+
+    def _used(self) -> int:
+        return sum(_bytes_of(self._spool.dump(rid)) for rid in self._spool.rids())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock, (self._spool.root / "admission.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+
+def sweep(spool: Spool) -> int:
+    """Free the dumps of processes that are gone, unless they are whole and can still be used; returns how many."""
+    freed = 0
+    for rid in list(spool.rids()):
+        files = spool.dump(rid)
+        whole = files.commit.exists() and files.answer.exists() and files.claim.exists()
+        with suppress(FileNotFoundError):
+            if not whole and _abandoned(files):
+                files.free()
+                freed += 1
+    return freed
+
+
+def _abandoned(files: DumpFiles) -> bool:
+    if not files.claim.exists():
+        return True
+    claim = ClaimRecord.read(files.claim)
+    return claim.pid != KEPT and not lives(claim.pid, claim.created)
+
+
+def _bytes_of(files: DumpFiles) -> int:
+    with suppress(FileNotFoundError):
+        return files.data.stat().st_size
+    with suppress(FileNotFoundError):
+        return ClaimRecord.parse(files.claim.read_text(), files.claim).bytes
+    return 0
+
+
+def spool_use(path: Path) -> tuple[int, int]:
+    """Number of dumps in a spool, and their bytes."""
+    spool = Spool(path)
+    rids = list(spool.rids()) if spool.dumps.is_dir() else []
+    return len(rids), sum(_bytes_of(spool.dump(rid)) for rid in rids)

@@ -1,0 +1,156 @@
+"""The command, the environment and the plugin path of the server that a configuration asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hs_assets.config import Project
+from hs_assets.errors import ConfigError, ServerStartError, SpoolError
+from hs_assets.samples.model import ModelFacts, read_model_facts
+from hs_assets.serving import engine
+from hs_assets.serving.spec import StateSpec, state_spec
+from hs_assets.serving.state import LaunchPlan, ServerFolder
+from hs_assets.wire.layers import LayerSet
+from hs_assets.wire.source import source_hash
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Names of dtypes in the configuration → in safetensors."""
+
+_MIN_SPOOL_BYTES = 64 << 20
+_OURS = frozenset(
+    {"--model-path", "--host", "--port", "--tp-size", "--tp", "--dtype", "--chunked-prefill-size", "--trust-remote-code"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is asked for: the model's facts, the layer set, the state spec, and the server's command without its port."""
+
+    facts: ModelFacts
+    layer_set: LayerSet
+    spec: StateSpec
+    python: Path
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+def resolve(project: Project) -> Target:
+    """What a configuration asks for; starts nothing.
+
+    Raises:
+        ConfigError: model, layers or server.args cannot be used.
+        EngineError: the CPU engine is asked for and not installed.
+    """
+    settings = project.settings
+    server = settings.server
+    facts = read_model_facts(settings.model.path)
+    on_cpu = not server.python
+    python = engine.engine_python() if on_cpu else Path(server.python)
+    taken = sorted(_OURS.intersection(word.split("=", 1)[0] for word in server.args))
+    if taken:
+        raise ConfigError(
+            "server.args sets what other settings set", where="server.args", got=taken, remedy="use model.* and server.* instead"
+        )
+    flags = [
+        "--tp-size", str(server.tensor_parallel),
+        "--dtype", server.dtype,
+        "--chunked-prefill-size", str(server.chunk_tokens),
+        "--disable-radix-cache",
+        "--skip-server-warmup",
+        *(["--trust-remote-code"] if settings.model.trust_remote_code else []),
+        *(engine.FLAGS if on_cpu else ["--disable-prefill-cuda-graph"]),
+        *server.args,
+    ]  # fmt: skip
+    argv = (str(python), "-m", "sglang.launch_server", "--model-path", str(settings.model.path), "--host", "127.0.0.1", *flags)
+    env = {**(engine.ENVIRONMENT if on_cpu else {}), **server.env}
+    if on_cpu:
+        env["PYTHONPATH"] = os.pathsep.join([str(engine.SHIMS), *filter(None, [env.get("PYTHONPATH")])])
+        if server.tensor_parallel > 1:
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(server.tensor_parallel)))
+    return Target(
+        facts=facts,
+        layer_set=LayerSet.choose(settings.layers, facts.num_layers),
+        spec=state_spec(project, facts, python, "cpu" if on_cpu else "cuda", flags),
+        python=python,
+        argv=argv,
+        env=env,
+    )
+
+
+def make_plan(project: Project, target: Target) -> LaunchPlan:
+    """The plan for the watchdog, with the plugin made visible to SGLang's interpreter and the spool measured."""
+    server = project.settings.server
+    plugin = expose_plugin(ServerFolder(project.home.server).plugin)
+    env = {**target.env, "PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, [target.env.get("PYTHONPATH")])])}
+    identity = json.dumps(
+        [target.argv, sorted(env.items()), target.layer_set.id, target.spec.fingerprint, source_hash(), server.writer_threads]
+    )
+    return LaunchPlan(
+        identity=hashlib.sha256(identity.encode()).hexdigest()[:16],
+        argv=target.argv,
+        env=env,
+        spool=str(project.spool_path),
+        spool_bytes=spool_budget(project),
+        residual_ids=target.layer_set.residual_ids,
+        state_fingerprint=target.spec.fingerprint,
+        model_path=str(target.facts.path),
+        model_class=target.facts.model_class,
+        sglang_version=target.spec.sglang_version,
+        dtype=DTYPES[server.dtype],
+        hidden_size=target.facts.hidden_size,
+        num_layers=target.facts.num_layers,
+        world_size=server.tensor_parallel,
+        writer_threads=server.writer_threads,
+        logprob_tolerance=project.settings.rules.logprob_tolerance,
+        start_timeout_seconds=server.start_timeout_seconds,
+        commit_timeout_seconds=server.commit_timeout_seconds,
+        idle_stop_seconds=server.idle_stop_seconds,
+    )
+
+
+def spool_budget(project: Project) -> int:
+    """Bytes that dumps may take: as configured, or half of what is free.
+
+    Raises:
+        SpoolError: there is not so much room.
+    """
+    root = project.settings.server.spool_root
+    free = shutil.disk_usage(root).free
+    budget = project.settings.server.spool_bytes or free // 2
+    if budget > free or budget < _MIN_SPOOL_BYTES:
+        raise SpoolError(
+            "the spool is too small",
+            where=root,
+            expected=f"{max(budget, _MIN_SPOOL_BYTES):,} bytes",
+            got=f"{free:,} bytes free",
+            remedy="containers begin with 64 MB: give docker run --shm-size, or set server.spool_bytes or server.spool_root",
+        )
+    return budget
+
+
+def expose_plugin(folder: Path) -> Path:
+    """A folder that holds this very package and its entry points, and nothing else of this environment; for PYTHONPATH.
+
+    So the server always runs the source that the pipeline has, whatever is installed in SGLang's environment.
+    """
+    try:
+        distribution = importlib.metadata.distribution("hs-assets")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ServerStartError(
+            "hs-assets is not installed in this environment", remedy="pip install -e . in the checkout"
+        ) from error
+    info = folder / f"hs_assets-{distribution.version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    for name in ("METADATA", "entry_points.txt"):
+        (info / name).write_text(distribution.read_text(name) or "")
+    link, package = folder / "hs_assets", Path(__file__).resolve().parents[1]
+    if not link.is_symlink() or link.readlink() != package:
+        link.unlink(missing_ok=True)
+        link.symlink_to(package)
+    return folder

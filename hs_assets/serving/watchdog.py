@@ -1,0 +1,218 @@
+"""The process that owns SGLang: starts it, proves it, and stops it when nobody has used it for a while.
+
+    python -m hs_assets.serving.watchdog <home>/server
+
+It belongs to nobody's session, so the server outlives the run that asked for it and ``dagster dev`` too. If it is
+killed itself, the kernel terminates SGLang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import psutil
+
+from hs_assets.errors import HandshakeError, HsAssetsError, ServerStartError
+from hs_assets.serving.canary import run_canary
+from hs_assets.serving.server import kill_tree
+from hs_assets.serving.state import FAILED, STARTING, STOPPED, STOPPING, UP, LaunchPlan, ServerFolder, ServerState
+from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, ReadyRecord, RefusedRecord
+from hs_assets.wire.source import source_hash
+from hs_assets.wire.spool import Spool
+
+_POLL_SECONDS = 0.5
+_TERM_SECONDS = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+class _Stop(Exception):  # noqa: N818  # a signal, not an error
+    """SIGTERM came."""
+
+
+def main(root: Path) -> None:
+    """Run one server from its start to its end."""
+    folder = ServerFolder(root)
+    plan = LaunchPlan.read(folder.plan)
+    signal.signal(signal.SIGTERM, _on_term)
+    process, state = _launch(folder, plan)
+    try:
+        ready = _wait_until_ready(plan, state, process)
+        seen = run_canary(plan, state, ready)
+        state = _note(folder, state, UP, seen)
+        reason = _keep(folder, plan, process)
+        state = _note(folder, state, STOPPING if process.poll() is None else FAILED, reason)
+    except _Stop:
+        state = _note(folder, state, STOPPING, "asked to stop")
+    except (HsAssetsError, httpx.HTTPError) as error:
+        state = _note(folder, state, STARTING, str(error))
+    _end(process)
+    _note(folder, state, STOPPED if state.phase == STOPPING else FAILED, state.message)
+
+
+def _on_term(_number: int, _frame: FrameType | None) -> None:
+    raise _Stop
+
+
+def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[bytes], ServerState]:
+    name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+    spool = _prepare_spool(plan, name)
+    port = _free_port()
+    log = folder.logs / f"sglang-{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*plan.argv, "--port", str(port)],
+            env={**os.environ, **plan.env, CAPTURE_ENV: str(spool.config)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    state = ServerState(
+        phase=STARTING,
+        identity=plan.identity,
+        server=name,
+        url=f"http://127.0.0.1:{port}",
+        spool=plan.spool,
+        spool_bytes=plan.spool_bytes,
+        residual_ids=plan.residual_ids,
+        state_fingerprint=plan.state_fingerprint,
+        model_path=plan.model_path,
+        sglang_version=plan.sglang_version,
+        pid=process.pid,
+        pid_created=psutil.Process(process.pid).create_time(),
+        watchdog_pid=os.getpid(),
+        watchdog_created=psutil.Process().create_time(),
+        log=str(log),
+        started_at=time.time(),
+        message="starting",
+    )
+    state.write(folder.state)
+    return process, state
+
+
+def _prepare_spool(plan: LaunchPlan, server: str) -> Spool:
+    """Make the spool, and remove what an earlier server left to say about itself; dumps stay for those who own them."""
+    spool = Spool(Path(plan.spool))
+    spool.make()
+    for stale in (*spool.ready.iterdir(), *spool.canary.glob("*/*")):
+        stale.unlink(missing_ok=True)
+    CaptureConfig(plan.spool, server, plan.residual_ids, plan.state_fingerprint, plan.writer_threads).write(spool.config)
+    return spool
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_until_ready(plan: LaunchPlan, state: ServerState, process: subprocess.Popen[bytes]) -> list[ReadyRecord]:
+    """The ready records of all ranks, checked, once the server answers its health check."""
+    spool, deadline = Spool(Path(plan.spool)), time.monotonic() + plan.start_timeout_seconds
+    while time.monotonic() < deadline:
+        refused = sorted(spool.ready.glob("refused-*.json"))
+        if refused:
+            reasons = "; ".join(RefusedRecord.read(refused[0]).reasons)
+            raise ServerStartError(
+                "the capture plugin refuses this server", got=reasons, remedy="change server.args, or the version of SGLang"
+            )
+        if process.poll() is not None:
+            raise ServerStartError("SGLang ended while it started", got=f"exit status {process.returncode}")
+        paths = [spool.ready_record(rank) for rank in range(plan.world_size)]
+        if _answers(f"{state.url}/health"):
+            absent = [path.name for path in paths if not path.exists()]
+            if absent:
+                raise HandshakeError(
+                    "SGLang is up, but the capture plugin did not start in it",
+                    expected=f"ready records {absent} in {spool.ready}",
+                    remedy="look for 'plugin' in the server's log",
+                )
+            ready = [ReadyRecord.read(path) for path in paths]
+            for record in ready:
+                _check_ready(plan, state.server, record)
+            return ready
+        time.sleep(_POLL_SECONDS)
+    raise ServerStartError(
+        "SGLang did not come up in time",
+        expected=f"{plan.start_timeout_seconds:.0f} s",
+        remedy="raise server.start_timeout_seconds",
+    )
+
+
+def _check_ready(plan: LaunchPlan, server: str, ready: ReadyRecord) -> None:
+    expected = {
+        "server": server,
+        "capture_version": CAPTURE_VERSION,
+        "source_hash": source_hash(),
+        "sglang_version": plan.sglang_version,
+        "model_class": plan.model_class,
+        "residual_ids": plan.residual_ids,
+        "num_layers": plan.num_layers,
+        "hidden_size": plan.hidden_size,
+        "dtype": plan.dtype,
+        "world_size": plan.world_size,
+    }
+    for name, value in expected.items():
+        if (got := getattr(ready, name)) != value:
+            raise HandshakeError(f"rank {ready.rank} is not what was asked for", where=name, expected=value, got=got)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=30, trust_env=False).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[bytes]) -> str:
+    """Return when the server has to end or has ended, and why."""
+    last_used = time.monotonic()
+    while process.poll() is None:
+        if folder.live_leases():
+            last_used = time.monotonic()
+        elif time.monotonic() - last_used > plan.idle_stop_seconds:
+            with folder.try_start_lock() as held:  # nobody takes a lease at this very moment
+                if held and not folder.live_leases():
+                    return f"nobody used it for {plan.idle_stop_seconds:.0f} s"
+        time.sleep(_POLL_SECONDS)
+    return f"SGLang ended with exit status {process.returncode}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL to all that is left after a while."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.terminate()
+    try:
+        process.wait(_TERM_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+    _, alive = psutil.wait_procs(family, timeout=2)
+    for child in alive:
+        child.kill()
+
+
+def _note(folder: ServerFolder, state: ServerState, phase: str, message: str) -> ServerState:
+    state = dataclasses.replace(state, phase=phase, message=message)
+    state.write(folder.state)
+    return state
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,52 @@
+"""Loss masks and final norms: what belongs to samples and models, but not to the states."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import zarr
+from zarr.codecs import Crc32cCodec
+
+from hs_assets.store.layout import StorePaths, publish_folder, remove_tree
+
+
+def write_masks(paths: StorePaths, partition: str, version: str, masks: Sequence[np.ndarray]) -> None:
+    """Keep the loss masks (bool [L]) of a partition's prompts, in their order; nothing to do where they are kept already."""
+    offsets = np.concatenate([[0], np.cumsum([len(mask) for mask in masks])])
+    joined = np.concatenate([*masks, np.empty(0, bool)])
+    _write_once(paths.masks(partition, version), {"loss_mask": joined, "offsets": offsets.astype(np.int64)}, {})
+
+
+def read_masks(paths: StorePaths, partition: str, version: str) -> list[np.ndarray]:
+    """The loss masks (bool [L]) as they were written."""
+    group = zarr.open_group(paths.masks(partition, version), mode="r")
+    offsets, joined = np.asarray(group["offsets"]), np.asarray(group["loss_mask"])
+    return [joined[a:b] for a, b in pairwise(offsets)]
+
+
+def write_final_norm(paths: StorePaths, weight_fingerprint: str, model_class: str, weight: np.ndarray, eps: float) -> None:
+    """Keep a model's final norm (weight float32 [H]), with which the post-norm state can be made from the stored one."""
+    attributes = {"eps": eps, "model_class": model_class}
+    _write_once(paths.model(weight_fingerprint), {"final_norm_weight": weight.astype(np.float32)}, attributes)
+
+
+def _write_once(destination: Path, arrays: dict[str, np.ndarray], attributes: dict[str, object]) -> None:
+    if destination.exists():
+        return
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = destination.with_name(f".staging-{destination.name}-{secrets.token_hex(4)}")
+    group = zarr.create_group(staging, attributes=attributes)
+    for name, values in arrays.items():
+        chunks = (max(1, len(values)),)
+        array = group.create_array(name, shape=values.shape, chunks=chunks, dtype=values.dtype, compressors=[Crc32cCodec()])
+        array[:] = values
+    try:
+        publish_folder(staging, destination)
+    except OSError:
+        if not destination.exists():  # else another run was faster, with the same content
+            raise
+        remove_tree(staging)

@@ -1,0 +1,224 @@
+"""Reading a store: samples in order, or single pieces of them. Only what manifests name is ever read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import zarr
+
+from hs_assets.errors import StoreError
+from hs_assets.store.dtype import BFLOAT16, as_bits
+from hs_assets.store.layout import StorePaths, array_name, check
+from hs_assets.store.manifest import Manifest, Part, StoredSample, read_manifest
+from hs_assets.store.masks import read_masks
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where a sample came from: from its states back to the row of a file."""
+
+    sample_id: str
+    layer_set: str
+    state_fingerprint: str
+    state_spec: dict[str, Any]
+    parts: tuple[Part, ...]
+    token_sha256: str
+    partition: str
+    prompts_version: str
+    template_sha256: str
+    tokenizer_sha256: str
+    source_name: str
+    source_path: str
+    source_row: int
+    source_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Sample:
+    """One sample of L tokens.
+
+    ``input_ids`` int32 [L]; ``loss_mask`` bool [L], True where ``input_ids`` is supervised (no shift); ``states``: residual
+    id → [L, H] (bfloat16 of ml_dtypes, or float32), the largest id being the final state, before the norm.
+    """
+
+    sample_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    states: dict[int, np.ndarray]
+    lineage: Lineage
+
+
+def open_store(path: str | Path) -> Store:
+    """The store in a folder, for reading.
+
+    Raises:
+        StoreError: there is none.
+        StoreVersionError: a newer version wrote it.
+    """
+    return Store(check(Path(path)))
+
+
+class Store:
+    """A store opened for reading; see `open_store`."""
+
+    def __init__(self, paths: StorePaths) -> None:
+        self.paths = paths
+
+    def layer_sets(self) -> list[str]:
+        """Ids of the layer sets that have samples, such as ``r3-31-59-61``."""
+        return sorted(folder.name for folder in self.paths.views.iterdir()) if self.paths.views.is_dir() else []
+
+    def manifests(self, layer_set_id: str) -> list[Manifest]:
+        """The manifests of a layer set, in the order of their partitions."""
+        if layer_set_id not in self.layer_sets():
+            raise StoreError(
+                "no such layer set in the store", where=self.paths.root, expected=self.layer_sets(), got=layer_set_id
+            )
+        return [read_manifest(path) for path in sorted((self.paths.views / layer_set_id).glob("*.json"))]
+
+    def layer_set(self, layer_set_id: str) -> LayerSetView:
+        """All samples of a layer set, in the order of their ids."""
+        return LayerSetView(self, self.manifests(layer_set_id))
+
+    def read(self, sample_id: str, layers: Iterable[int] | None = None, tokens: slice = slice(None)) -> dict[int, np.ndarray]:
+        """Some states of one sample: residual id → [tokens, H]; touches only the chunks that hold them.
+
+        Arguments:
+            layers: residual ids; by default those of the first layer set that has the sample.
+            tokens: a slice with step 1, in tokens of the sample.
+
+        Raises:
+            StoreError: no such sample, or no such residual id of it.
+        """
+        wanted = None if layers is None else tuple(layers)
+        manifest, sample = self.find(sample_id, wanted)
+        return self._states(manifest, sample, wanted, tokens)
+
+    def find(self, sample_id: str, layers: tuple[int, ...] | None = None) -> tuple[Manifest, StoredSample]:
+        """The manifest that has a sample (with all of `layers`), and its entry."""
+        partition = sample_id.rpartition("/")[0]
+        for layer_set_id in self.layer_sets():
+            path = self.paths.manifest(layer_set_id, partition)
+            manifest = read_manifest(path) if path.exists() else None
+            for sample in manifest.samples if manifest else ():
+                if sample.sample_id == sample_id and set(layers or ()) <= set(_residual_ids(sample)) and manifest:
+                    return manifest, sample
+        wanted = f"{sample_id} with residual ids {layers}" if layers else sample_id
+        raise StoreError("no such sample in the store", where=self.paths.root, expected=wanted, got=self.layer_sets())
+
+    def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
+        """A sample, read whole."""
+        part = sample.parts[0]
+        ids = self._group(manifest, part)["input_ids"][part.offset : part.offset + sample.tokens]
+        mask = _masks(self.paths, manifest.partition, manifest.prompts.version)[sample.mask]
+        return Eagle3Sample(
+            sample.sample_id, ids, mask, self._states(manifest, sample, None, slice(None)), lineage(manifest, sample)
+        )
+
+    def _states(
+        self, manifest: Manifest, sample: StoredSample, layers: tuple[int, ...] | None, tokens: slice
+    ) -> dict[int, np.ndarray]:
+        start, stop, step = tokens.indices(sample.tokens)
+        if step != 1:
+            raise StoreError("tokens are read in steps of 1", where=sample.sample_id, got=tokens)
+        states = {}
+        for part in sample.parts:
+            for residual_id in part.residual_ids:
+                if layers is None or residual_id in layers:
+                    array = self._group(manifest, part)[f"state:{residual_id}"]
+                    where = f"{sample.sample_id}, residual id {residual_id}, generation {part.generation}"
+                    states[residual_id] = _rows(array, part.offset + start, part.offset + max(start, stop), where)
+        return dict(sorted(states.items()))
+
+    def _group(self, manifest: Manifest, part: Part) -> dict[str, Any]:
+        return _open_generation(self.paths.generation(manifest.state_fingerprint, manifest.partition, part.generation))
+
+
+class LayerSetView(Sequence[Eagle3Sample]):
+    """The samples of a layer set; ``view[i]`` reads one whole, ``view.entries`` knows all without reading any."""
+
+    def __init__(self, store: Store, manifests: list[Manifest]) -> None:
+        self._store = store
+        self.entries: list[tuple[Manifest, StoredSample]] = [(m, sample) for m in manifests for sample in m.samples]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, index: int) -> Eagle3Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Eagle3Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Eagle3Sample | list[Eagle3Sample]:
+        if isinstance(index, slice):
+            return [self._store.sample(*entry) for entry in self.entries[index]]
+        return self._store.sample(*self.entries[index])
+
+
+def lineage(manifest: Manifest, sample: StoredSample) -> Lineage:
+    """The lineage record of a sample."""
+    prompts = manifest.prompts
+    return Lineage(
+        sample_id=sample.sample_id,
+        layer_set=manifest.layer_set,
+        state_fingerprint=manifest.state_fingerprint,
+        state_spec=manifest.state_spec,
+        parts=sample.parts,
+        token_sha256=sample.token_sha256,
+        partition=manifest.partition,
+        prompts_version=prompts.version,
+        template_sha256=prompts.template_sha256,
+        tokenizer_sha256=prompts.tokenizer_sha256,
+        source_name=prompts.source_name,
+        source_path=prompts.source_path,
+        source_row=sample.source_row,
+        source_sha256=sample.source_sha256,
+    )
+
+
+def _rows(array: zarr.Array[Any], start: int, stop: int, where: str) -> np.ndarray:
+    """Rows of a state array as its own dtype; `where` is named in errors."""
+    remedy = "run hs-assets verify, then materialise the partition again"
+    try:
+        rows = np.asarray(array[start:stop])
+    except (OSError, ValueError) as error:
+        raise StoreError("states cannot be read", where=where, got=error, remedy=remedy) from error
+    states = rows.view(BFLOAT16) if rows.dtype == np.uint16 else rows
+    if len(states) != stop - start or np.isnan(states[:, 0]).any():
+        raise StoreError("states are missing: a shard is gone and reads as fill", where=where, remedy=remedy)
+    return states
+
+
+def _residual_ids(sample: StoredSample) -> tuple[int, ...]:
+    return tuple(i for part in sample.parts for i in part.residual_ids)
+
+
+@lru_cache(maxsize=64)
+def _open_generation(path: Path) -> dict[str, Any]:
+    """A generation's arrays: ``input_ids``, and ``state:<residual id>`` as bits."""
+    try:
+        group = zarr.open_group(path, mode="r")
+        final, ids = int(str(group.attrs["final"])), json.loads(str(group.attrs["residual_ids"]))
+        arrays = {f"state:{i}": as_bits(_array(group, array_name(i, final))) for i in ids}
+        return {**arrays, "input_ids": _array(group, "input_ids")}
+    except (OSError, KeyError, ValueError) as error:
+        raise StoreError("a generation cannot be opened", where=path, got=repr(error), remedy="run hs-assets verify") from error
+
+
+def _array(group: zarr.Group, name: str) -> zarr.Array[Any]:
+    array = group[name]
+    if not isinstance(array, zarr.Array):
+        raise KeyError(name)
+    return array
+
+
+@lru_cache(maxsize=64)
+def _masks(paths: StorePaths, partition: str, version: str) -> list[np.ndarray]:
+    return read_masks(paths, partition, version)

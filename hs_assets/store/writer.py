@@ -1,0 +1,180 @@
+"""A generation: the states of some samples, written aside shard by shard and published at once.
+
+Memory: one shard of each array. A shard is written once, whole and aligned; only the last one of a generation is shorter.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import Crc32cCodec
+
+from hs_assets.errors import StoreError
+from hs_assets.store.dtype import BFLOAT16, as_bits
+from hs_assets.store.layout import StorePaths, array_name, publish_folder, remove_tree
+
+STAGING_PREFIX = ".staging-"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShape:
+    """What all arrays of a generation have in common. ``dtype`` is BF16, F16 or F32; lengths are in tokens."""
+
+    hidden_size: int
+    dtype: str
+    chunk_tokens: int
+    shard_tokens: int
+
+
+class _Column:
+    """One array [S, width] that grows at its end: a buffer of one shard, written when it is full."""
+
+    def __init__(self, group: zarr.Group, name: str, width: int | None, dtype: np.dtype[Any], chunk: int, shard: int) -> None:
+        tail = () if width is None else (width,)
+        self._array = group.create_array(
+            name,
+            shape=(0, *tail),
+            chunks=(chunk, *tail),
+            shards=(shard, *tail),
+            dtype=dtype,
+            compressors=[Crc32cCodec()],
+            fill_value=float("nan") if width is not None else 0,
+            config={"write_empty_chunks": True},
+        )
+        self._stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
+        self._buffer = np.empty((shard, *tail), self._stored)
+        self._filled = 0
+        self._rows = 0
+
+    def append(self, rows: np.ndarray) -> None:
+        rows = rows.view(self._stored)
+        while len(rows):
+            take = min(len(rows), len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + take] = rows[:take]
+            self._filled += take
+            rows = rows[take:]
+            if self._filled == len(self._buffer):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered. A column ends with this: a shard is never written twice."""
+        if not self._filled:
+            return
+        rows = self._rows + self._filled
+        self._array.resize((rows, *self._array.shape[1:]))
+        as_bits(self._array)[self._rows : rows] = self._buffer[: self._filled]
+        self._rows, self._filled = rows, 0
+
+    @property
+    def rows(self) -> int:
+        return self._rows + self._filled
+
+    @property
+    def shard_paths(self) -> list[str]:
+        """The keys of the shards that must be there once all is written."""
+        zeros = "/0" * (self._array.ndim - 1)
+        return [f"{self._array.basename}/c/{i}{zeros}" for i in range(-(-self.rows // len(self._buffer)))]
+
+
+class GenerationWriter:
+    """Writes one generation: `append` samples, then `publish` it or `discard` it.
+
+    Example:
+        writer = GenerationWriter(paths, fingerprint, partition, (2, 4), final=8, shape=shape)
+        offset = writer.append(token_ids, {2: states_2, 4: states_4})
+        name = writer.publish()
+    """
+
+    def __init__(
+        self, paths: StorePaths, fingerprint: str, partition: str, residual_ids: tuple[int, ...], final: int, shape: ArrayShape
+    ) -> None:
+        self.name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
+        self.samples = 0
+        self.bytes = 0
+        self._destination = paths.generation(fingerprint, partition, self.name)
+        self._staging = self._destination.with_name(STAGING_PREFIX + self.name)
+        self._staging.mkdir(parents=True)
+        self._shape = shape
+        self._group = zarr.create_group(
+            self._staging,
+            attributes={
+                "state_fingerprint": fingerprint,
+                "partition": partition,
+                "residual_ids": list(residual_ids),
+                "final": final,
+                "writer": os.getpid(),
+            },
+        )
+        dtype = {"BF16": BFLOAT16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}[shape.dtype]
+        chunk, shard = shape.chunk_tokens, shape.shard_tokens
+        self._states = {
+            i: _Column(self._group, array_name(i, final), shape.hidden_size, dtype, chunk, shard) for i in residual_ids
+        }
+        self._ids = _Column(self._group, "input_ids", None, np.dtype(np.int32), shard, shard)
+        self._offsets = [0]
+
+    def append(self, token_ids: np.ndarray, states: Mapping[int, np.ndarray]) -> int:
+        """Add one sample; returns the row at which it begins.
+
+        Arguments:
+            token_ids: int32 [L].
+            states: residual id → [L, H], in the dtype of the generation; exactly its residual ids.
+
+        Raises:
+            StoreError: other ids or shapes.
+        """
+        wanted = (len(token_ids), self._shape.hidden_size)
+        if states.keys() != self._states.keys() or any(rows.shape != wanted for rows in states.values()):
+            raise StoreError(
+                "a sample does not fit its generation",
+                where=self._destination,
+                expected=f"{wanted} for each of {sorted(self._states)}",
+                got={i: rows.shape for i, rows in states.items()},
+            )
+        for residual_id, rows in states.items():
+            self._states[residual_id].append(np.ascontiguousarray(rows))
+            self.bytes += rows.nbytes
+        self._ids.append(token_ids)
+        self._offsets.append(self._offsets[-1] + len(token_ids))
+        self.samples += 1
+        return self._offsets[-2]
+
+    def publish(self) -> str:
+        """Write the rest, check that all is there, and give the generation its name, which is returned.
+
+        Raises:
+            StoreError: a shard is missing or a length differs; nothing is published then.
+        """
+        offsets = self._group.create_array(
+            "offsets", shape=(len(self._offsets),), dtype=np.dtype(np.int64), compressors=[Crc32cCodec()]
+        )
+        offsets[:] = np.array(self._offsets, np.int64)
+        columns = [*self._states.values(), self._ids]
+        for column in columns:
+            column.flush()
+        missing = [key for column in columns for key in column.shard_paths if not _has_bytes(self._staging / key)]
+        if missing or {column.rows for column in columns} != {self._offsets[-1]}:
+            raise StoreError(
+                "a generation is not whole",
+                where=self._staging,
+                expected=f"{self._offsets[-1]} rows in every array",
+                got=f"{[column.rows for column in columns]} rows, shards missing: {missing}",
+            )
+        publish_folder(self._staging, self._destination)
+        return self.name
+
+    def discard(self) -> None:
+        """Remove what was written, where it was not published."""
+        remove_tree(self._staging)
+
+
+def _has_bytes(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0

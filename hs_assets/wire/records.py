@@ -1,0 +1,224 @@
+"""The records that server and pipeline leave for each other as small JSON files, and how one is written and read.
+
+Every file is an object with ``record`` (its type), ``version`` (`WIRE_VERSION`) and the fields of the dataclass. It is
+written under another name and renamed, so a reader sees all of it or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from hs_assets.errors import WireError
+
+WIRE_VERSION = 1
+CAPTURE_VERSION = 1
+"""Changes when the numbers that the capture plugin writes change; part of the state spec."""
+
+CAPTURE_ENV = "HS_ASSETS_CAPTURE"
+"""Environment variable that names the `CaptureConfig` file; without it the plugin is inert."""
+
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base of all records: what they share is how they are written."""
+
+    kind: ClassVar[str]
+
+    def write(self, path: Path) -> None:
+        """Write the record as JSON, mode 0600, all at once."""
+        write_atomic(path, self.to_json())
+
+    def to_json(self) -> str:
+        """The record as JSON."""
+        return json.dumps({"record": self.kind, "version": WIRE_VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The record in `path`.
+
+        Raises:
+            WireError: not such a record, another version, or a field missing or of another type.
+        """
+        try:
+            return cls.parse(path.read_text(), path)
+        except OSError as error:
+            raise WireError("a record cannot be read", where=path, got=error) from error
+
+    @classmethod
+    def parse(cls, text: str, where: object) -> Self:
+        """The record in `text`; `where` is named in errors."""
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise WireError("a record is not JSON", where=where, got=error) from error
+        if not isinstance(fields, dict) or fields.pop("record", None) != cls.kind:
+            raise WireError("not the record expected here", where=where, expected=cls.kind, got=text[:120])
+        if (version := fields.pop("version", None)) != WIRE_VERSION:
+            raise WireError(
+                "a record of another version",
+                where=where,
+                expected=WIRE_VERSION,
+                got=version,
+                remedy="install the same version of hs-assets in the pipeline's and in SGLang's environment",
+            )
+        hints = typing.get_type_hints(cls)
+        values = {}
+        for field in dataclasses.fields(cls):
+            if field.name not in fields:
+                raise WireError("a record lacks a field", where=where, expected=field.name, got=sorted(fields))
+            values[field.name] = _typed(fields[field.name], hints[field.name], f"{where}: {field.name}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureConfig(Record):
+    """What the pipeline asks the plugin to do; named by the environment variable `CAPTURE_ENV`."""
+
+    kind: ClassVar[str] = "capture-config"
+    spool: str
+    """Absolute path of the spool."""
+    server: str
+    """Identity of this server process, copied into every commit record."""
+    residual_ids: tuple[int, ...]
+    """The auxiliary ids, ascending, then the final one."""
+    state_fingerprint: str
+    """Of the state spec, copied into every commit record."""
+    writer_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRecord(Record):
+    """Left by each rank once the model is loaded and the hooks are in place."""
+
+    kind: ClassVar[str] = "ready"
+    server: str
+    capture_version: int
+    source_hash: str
+    """Of the plugin's own source files (`hs_assets.wire.source`)."""
+    sglang_version: str
+    model_class: str
+    residual_ids: tuple[int, ...]
+    """Read back from the model after they were set, and the final one."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    """safetensors name of the states' dtype: BF16, F16 or F32."""
+    rank: int
+    world_size: int
+    writes: bool
+    """Whether this rank is the one that writes dumps."""
+    hooks: tuple[str, ...]
+    chunk_tokens: int | None
+    """Most prompt tokens in one chunk of a prefill; None where prompts are not chunked."""
+    context_length: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRecord(Record):
+    """Left by a rank where the plugin will not run: one sentence a reason."""
+
+    kind: ClassVar[str] = "refused"
+    server: str
+    rank: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord(Record):
+    """Renamed in last: from now on the dump beside it is whole. No commit record, no dump."""
+
+    kind: ClassVar[str] = "commit"
+    rid: str
+    server: str
+    state_fingerprint: str
+    residual_ids: tuple[int, ...]
+    tokens: int
+    hidden_size: int
+    dtype: str
+    bytes: int
+    """Size of the dump's file."""
+    hidden_states_crc32: int
+    token_ids_crc32: int
+    token_sha256: str
+    """The token hash: sha256 of the ids as little-endian int32."""
+    chunks: int
+    """In how many prefill batches the prompt came."""
+    committed_at: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord(Record):
+    """The server could not capture this request; its dump will never come."""
+
+    kind: ClassVar[str] = "failure"
+    rid: str
+    reason: str
+    """A name for the ledger: `capture_error`, `rows_out_of_order`, `spool_full`, …"""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord(Record):
+    """The client's claim on room in the spool, made before the request is sent, and its owner."""
+
+    kind: ClassVar[str] = "claim"
+    rid: str
+    bytes: int
+    pid: int
+    created: float
+    """Create time of the owner's process, in seconds since the epoch: a pid alone may be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRecord(Record):
+    """What the HTTP answer said, kept beside the dump so that it can be validated by a later run."""
+
+    kind: ClassVar[str] = "answer"
+    rid: str
+    prompt_tokens: int
+    cached_tokens: int
+    top_logprobs: tuple[tuple[float, int], ...]
+    """(logprob, token id) of the most likely next tokens, most likely first."""
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write `text` to `path`, mode 0600, so that a reader finds the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type `hint`, tuples made of JSON's lists; raises WireError where it is something else."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        hint = next(argument for argument in arguments if argument is not types.NoneType)
+        return _typed(value, hint, where)
+    if origin is tuple and isinstance(value, list):
+        if arguments[-1] is Ellipsis:
+            return tuple(_typed(item, arguments[0], where) for item in value)
+        if len(arguments) == len(value):
+            return tuple(_typed(item, argument, where) for item, argument in zip(value, arguments, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _typed(item, arguments[1], where) for key, item in value.items()}
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
+        return value
+    raise WireError("a field of a record has another type", where=where, expected=hint, got=repr(value)[:80])

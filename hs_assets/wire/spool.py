@@ -1,0 +1,105 @@
+"""The spool: a folder in ``/dev/shm`` with the dumps, and the records of server and clients beside them.
+
+    <spool>/capture.json                      what the plugin shall do (`CaptureConfig`)
+    <spool>/ready/rank-<r>.json               each rank's `ReadyRecord`, or
+    <spool>/ready/refused-<r>.json            its `RefusedRecord`
+    <spool>/dumps/<rid>.safetensors           a dump; whole once its commit record is there
+    <spool>/dumps/<rid>.commit.json           the server's `CommitRecord`, or
+    <spool>/dumps/<rid>.failure.json          its `FailureRecord`
+    <spool>/dumps/<rid>.claim.json            the client's `ClaimRecord`, before the request
+    <spool>/dumps/<rid>.answer.json           the client's `AnswerRecord`, after it
+    <spool>/canary/rank-<r>/<rid>.…           the canary's dumps, from every rank
+    <spool>/canary/rank-<r>/<rid>.probe.…     the same states seen by an independent hook
+
+Folders have mode 0700, files 0600.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_SUFFIXES = (".claim.json", ".answer.json", ".commit.json", ".failure.json", ".safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFiles:
+    """The files that belong to one request, in the folder of dumps or of a canary rank."""
+
+    folder: Path
+    rid: str
+
+    @property
+    def data(self) -> Path:
+        return self.folder / f"{self.rid}.safetensors"
+
+    @property
+    def commit(self) -> Path:
+        return self.folder / f"{self.rid}.commit.json"
+
+    @property
+    def failure(self) -> Path:
+        return self.folder / f"{self.rid}.failure.json"
+
+    @property
+    def claim(self) -> Path:
+        return self.folder / f"{self.rid}.claim.json"
+
+    @property
+    def answer(self) -> Path:
+        return self.folder / f"{self.rid}.answer.json"
+
+    def free(self) -> None:
+        """Remove them all; the claim goes last, because its bytes are counted as long as it is there."""
+        for path in (self.commit, self.failure, self.answer, self.data, self.claim):
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Spool:
+    """Paths inside a spool."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "capture.json"
+
+    @property
+    def ready(self) -> Path:
+        return self.root / "ready"
+
+    @property
+    def dumps(self) -> Path:
+        return self.root / "dumps"
+
+    @property
+    def canary(self) -> Path:
+        return self.root / "canary"
+
+    def ready_record(self, rank: int) -> Path:
+        return self.ready / f"rank-{rank}.json"
+
+    def refused_record(self, rank: int) -> Path:
+        return self.ready / f"refused-{rank}.json"
+
+    def dump(self, rid: str) -> DumpFiles:
+        return DumpFiles(self.dumps, rid)
+
+    def canary_dump(self, rank: int, rid: str) -> DumpFiles:
+        return DumpFiles(self.canary / f"rank-{rank}", rid)
+
+    def make(self) -> None:
+        """Make the folders that are missing, mode 0700."""
+        for folder in (self.root, self.ready, self.dumps, self.canary):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def rids(self) -> Iterator[str]:
+        """The request ids that have any file among the dumps, each once."""
+        seen = set()
+        for path in self.dumps.iterdir():
+            suffix = next((s for s in _SUFFIXES if path.name.endswith(s)), None)
+            if suffix is not None and (rid := path.name.removesuffix(suffix)) not in seen:
+                seen.add(rid)
+                yield rid

@@ -1,0 +1,97 @@
+"""Captured states equal those of HF transformers, in float32, through the real server, whatever the batching.
+
+16 prompts of mixed length are in flight at once; a chunk is 64 tokens, so that prompts come whole, in two chunks and in
+three, several in one batch. All residual ids are captured, and the final state before the norm.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hs_assets.samples.eagle3 import load_sample
+from hs_assets.samples.prompts import Prompt
+from hs_assets.serving.client import Captured, CaptureClient, ClientSettings
+from hs_assets.serving.state import ServerFolder
+from hs_assets.wire.dump import DumpLayout, token_sha256
+from hs_assets_tests.conftest import DEMO_TEXTS, running_server, say, write_project
+
+LAYERS, HIDDEN_SIZE, VOCABULARY, CHUNK = 8, 128, 2048, 64
+LENGTHS = (1, 2, 17, 40, 63, 64, 65, 100, 127, 128, 129, 150, 160, 190, 192, 30)
+RESIDUAL_IDS = tuple(range(LAYERS + 1))
+TOLERANCE = 1e-4
+
+
+def make_prompts() -> list[Prompt]:
+    random = np.random.default_rng(7)
+    prompts = []
+    for row, length in enumerate(LENGTHS):
+        ids = random.integers(9, VOCABULARY, length).astype("<i4")
+        prompts.append(Prompt(row, ids, np.ones(length, bool), token_sha256(ids.tobytes())))
+    return prompts
+
+
+def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """Largest difference over all rows of all prompts."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor_parallel"), [("llama", 1), ("qwen3", 1), ("deepseek_v3", 1), ("kimi_k25", 1), ("llama", 2)]
+)
+def test_states_equal_transformers(
+    family: str,
+    tensor_parallel: int,
+    checkpoint: Callable[[str], Path],
+    engine_python: Path,
+    engine_env: dict[str, str],
+    home: Path,
+    tmp_path: Path,
+) -> None:
+    model, prompts = checkpoint(family), make_prompts()
+    project = write_project(
+        home,
+        model,
+        DEMO_TEXTS,
+        top=f"layers = {list(range(LAYERS))}",
+        server=f'dtype = "float32"\nchunk_tokens = {CHUNK}\ntensor_parallel = {tensor_parallel}\nspool_bytes = 200_000_000',
+    )
+    layout = DumpLayout(1, RESIDUAL_IDS, HIDDEN_SIZE, "F32")
+    with (
+        running_server(project) as state,
+        CaptureClient(ServerFolder(project.home.server), state, layout, ClientSettings(16, 120, 30), say) as client,
+    ):
+        outcomes = list(client.capture("parity", prompts))
+        captured = {o.prompt.row: load_sample(o.prompt, o.files) for o in outcomes if isinstance(o, Captured)}
+        ours = [captured[prompt.row].states.copy() for prompt in prompts]
+        chunks = [captured[prompt.row].commit.chunks for prompt in prompts]
+        echoed = [captured[prompt.row].token_ids.tolist() for prompt in prompts]
+
+    assert echoed == [prompt.input_ids.tolist() for prompt in prompts]
+    assert max(chunks) >= 3, "no prompt came in three chunks"
+    assert [len(states) for states in ours] == list(LENGTHS)
+
+    (tmp_path / "prompts.json").write_text(json.dumps([prompt.input_ids.tolist() for prompt in prompts]))
+    reference = tmp_path / "reference.safetensors"
+    script = Path(__file__).with_name("hf_reference.py")
+    subprocess.run([engine_python, script, model, tmp_path / "prompts.json", reference], env=engine_env, check=True, capture_output=True)
+    tensors = load_file(reference)
+    theirs = [tensors[f"states_{i}"] for i in range(len(prompts))]
+    post_norm = [tensors[f"post_norm_{i}"] for i in range(len(prompts))]
+
+    difference = worst(ours, theirs)
+    say(f"{family}, TP {tensor_parallel}: largest difference {difference:.2e} in {sum(LENGTHS)} rows of {len(RESIDUAL_IDS)} residual ids")
+    assert difference <= TOLERANCE
+
+    # The same comparison would notice each of the faults that others have shipped.
+    shifted = [states[:, 1:] for states in theirs]
+    assert worst([states[:, :-1] for states in ours], shifted) > 100 * TOLERANCE, "ids shifted by one"
+    assert worst([states[:, -1] for states in ours], post_norm) > 100 * TOLERANCE, "post-norm for pre-norm"
+    one, other = ours[LENGTHS.index(64)], theirs[LENGTHS.index(65)][:64]
+    assert worst([one], [other]) > 100 * TOLERANCE, "two samples swapped"
