@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +77,7 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
     hs-assets demo --model ~/models/SmolLM2-135M-Instruct --prompts chats.jsonl --home /tmp/try
     """
     from hs_assets.console import ledger_table, lineage_tree, make_console
-    from hs_assets.definitions import build_definitions
+    from hs_assets.defs.build import build_definitions
     from hs_assets.defs.demo import materialize, prepare, write_config
     from hs_assets.extraction.status import status
     from hs_assets.store import open_store
@@ -106,22 +108,19 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
 
 def _next_steps(project: Project, sample_id: str | None) -> str:
     default = project.home.root == Path(DEFAULT_HOME).absolute()
-    ui = (
-        "dagster dev"
-        if default
-        else f"HS_ASSETS_HOME={project.home.root} DAGSTER_HOME={project.home.dagster} dagster dev -m hs_assets.definitions"
-    )
-    option = "" if default else f" --home {project.home.root}"
-    return "\n".join(
-        [
-            "what to type next:",
-            f"  {ui:40}  the same partitions in the browser, at http://127.0.0.1:3000",
-            f"  {f'hs-assets status{option}':40}  the ledger again",
-            f"  {f'hs-assets lineage {sample_id}{option}':40}  where a sample came from",
-            f"  {f'hs-assets verify{option}':40}  read and check every stored byte",
-            f"  {f'hs-assets server stop{option}':40}  the server stops by itself when nobody uses it",
-        ]
-    )
+    here = "" if shutil.which("hs-assets") else os.path.relpath(Path(sys.executable).parent) + "/"
+    home = "" if default else f" --home {project.home.root}"
+    ui = f"{here}dagster dev"
+    if not default:
+        ui = f"HS_ASSETS_HOME={project.home.root} DAGSTER_HOME={project.home.dagster} {ui} -m hs_assets.definitions"
+    steps = [
+        (ui, "the same partitions in the browser, at http://127.0.0.1:3000"),
+        (f"{here}hs-assets status{home}", "the ledger again"),
+        (f"{here}hs-assets lineage {sample_id or 'SAMPLE_ID'}{home}", "where a sample came from"),
+        (f"{here}hs-assets verify{home}", "read and check every stored byte"),
+        (f"{here}hs-assets server stop{home}", "the server stops by itself when nobody uses it"),
+    ]
+    return "\n".join(["what to type next:", *(f"  {command:52}  {what}" for command, what in steps)])
 
 
 @main.group()
@@ -146,13 +145,13 @@ def server() -> None:
 @_project_options
 def server_start(home: Path | None, config: str | None) -> None:
     """Start the server, unless it runs; it stops by itself when nobody has used it for a while."""
-    from hs_assets.serving.launch import make_plan, resolve
+    from hs_assets.serving.launch import make_launch_plan, resolve
     from hs_assets.serving.server import lease_server
     from hs_assets.serving.state import ServerFolder
 
     project = load_project(home, config)
     with lease_server(
-        ServerFolder(project.home.server), make_plan(project, resolve(project)), "hs-assets server start", _say
+        ServerFolder(project.home.server), make_launch_plan(project, resolve(project)), "hs-assets server start", _say
     ) as state:
         click.echo(state.url)
 
@@ -271,3 +270,7 @@ def verify(home: Path | None, config: str | None, as_json: bool) -> None:
             click.echo(f"{problem.where} ({problem.layer_set}): {problem.detail}")
         click.echo(f"{good} samples hold, {len(problems)} problems")
     sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,33 +1,6 @@
-"""What ``dagster dev`` loads (see workspace.yaml)."""
+"""What ``dagster dev`` loads (see workspace.yaml): the definitions of the home and configuration of the environment."""
 
-import dagster as dg
-
-from hs_assets.config import Project, load_project
-from hs_assets.defs.extraction import RAW_DUMPS, SAMPLES, build_extraction
-from hs_assets.defs.layer_set import layer_set
-from hs_assets.defs.partitions import prompt_partitions
-from hs_assets.defs.project import ProjectResource
-from hs_assets.defs.prompts import build_prompts
-
-
-def build_definitions(project: Project) -> dg.Definitions:
-    """All assets and jobs of a project; its sources are looked at for the partitions."""
-    partitions = prompt_partitions(project)
-    prompts = build_prompts(partitions)
-    return dg.Definitions(
-        assets=[layer_set, prompts, build_extraction(partitions)],
-        jobs=[
-            dg.define_asset_job("record_layer_set", [layer_set], description="Record what is to be extracted."),
-            dg.define_asset_job(
-                "extract",
-                [prompts.key, RAW_DUMPS, SAMPLES],
-                partitions_def=partitions,
-                description="One partition, from rows to samples.",
-            ),
-        ],
-        resources={"project": ProjectResource(home=str(project.home.root), config=project.origin)},
-        executor=dg.in_process_executor,
-    )
-
+from hs_assets.config import load_project
+from hs_assets.defs.build import build_definitions
 
 defs = build_definitions(load_project())

@@ -15,7 +15,7 @@ import pytest
 
 from hs_assets.config import Project, load_project
 from hs_assets.serving import engine
-from hs_assets.serving.launch import expose_plugin, make_plan, resolve
+from hs_assets.serving.launch import expose_plugin, make_launch_plan, resolve
 from hs_assets.serving.server import lease_server, stop_server
 from hs_assets.serving.state import ServerFolder, ServerState
 
@@ -75,7 +75,7 @@ def temporary_home(path: Path) -> Iterator[Path]:
         shutil.rmtree(Path("/dev/shm") / load_project(path, "preset:demo").home.spool_name, ignore_errors=True)
 
 
-def write_project(home: Path, model: Path, source: Path, **settings: str) -> Project:
+def write_project(home: Path, model: Path, source: Path, /, **settings: str) -> Project:
     """A project in `home`; `settings` are lines of TOML by section, such as ``server="chunk_tokens = 64"``."""
     sections = {
         "": settings.get("top", ""),
@@ -95,7 +95,7 @@ def running_server(project: Project) -> Iterator[ServerState]:
     """The real server of a project, up for as long as this is entered."""
     folder = ServerFolder(project.home.server)
     try:
-        with lease_server(folder, make_plan(project, resolve(project)), "test", say) as state:
+        with lease_server(folder, make_launch_plan(project, resolve(project)), "test", say) as state:
             yield state
     finally:
         stop_server(folder, say, force=True)

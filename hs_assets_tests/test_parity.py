@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from hs_assets.samples.eagle3 import load_sample
 from hs_assets.samples.prompts import Prompt
-from hs_assets.serving.client import Captured, CaptureClient, ClientSettings
+from hs_assets.serving.client import CaptureClient, Captured, ClientSettings
 from hs_assets.serving.state import ServerFolder
 from hs_assets.wire.dump import DumpLayout, token_sha256
 from hs_assets_tests.conftest import DEMO_TEXTS, running_server, say, write_project
@@ -80,13 +80,15 @@ def test_states_equal_transformers(
     (tmp_path / "prompts.json").write_text(json.dumps([prompt.input_ids.tolist() for prompt in prompts]))
     reference = tmp_path / "reference.safetensors"
     script = Path(__file__).with_name("hf_reference.py")
-    subprocess.run([engine_python, script, model, tmp_path / "prompts.json", reference], env=engine_env, check=True, capture_output=True)
+    command = [engine_python, script, model, tmp_path / "prompts.json", reference]
+    subprocess.run(command, env=engine_env, check=True, capture_output=True)
     tensors = load_file(reference)
     theirs = [tensors[f"states_{i}"] for i in range(len(prompts))]
     post_norm = [tensors[f"post_norm_{i}"] for i in range(len(prompts))]
 
     difference = worst(ours, theirs)
-    say(f"{family}, TP {tensor_parallel}: largest difference {difference:.2e} in {sum(LENGTHS)} rows of {len(RESIDUAL_IDS)} residual ids")
+    rows = f"{sum(LENGTHS)} rows of {len(RESIDUAL_IDS)} residual ids"
+    say(f"{family}, TP {tensor_parallel}: largest difference {difference:.2e} in {rows}")
     assert difference <= TOLERANCE
 
     # The same comparison would notice each of the faults that others have shipped.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hs_assets.wire.dump import TOKEN_BYTES, DumpLayout
 from hs_assets.wire.records import CommitRecord, FailureRecord
-from hs_assets.wire.rid import Rid
+from hs_assets.wire.rid import Kind, Rid
 from hs_assets.wire.spool import DumpFiles
 
 
@@ -51,7 +51,8 @@ class Assembly:
         """Write the rows of one chunk; commit the dump with the last one.
 
         A chunk with prefix 0 begins the dump anew (a retracted request is prefilled again). One that does not continue
-        where the last ended fails the dump: nothing is ever written with a gap.
+        where the last ended fails the dump: nothing is ever written with a gap. A sample that nobody claims is not
+        written: its client is gone.
 
         Arguments:
             files: where the dump lies.
@@ -63,13 +64,12 @@ class Assembly:
         Raises:
             OSError: the spool is full or cannot be written; the caller calls `fail`.
         """
-        if prefix == 0:
-            if files.commit.exists():
-                return
+        unwanted = files.commit.exists() or (rid.kind is Kind.SAMPLE and not files.claim.exists())
+        if prefix == 0 and not unwanted:
             self._discard(files.rid)
             self._begin(files, rid)
         dump = self._open.get(files.rid)
-        if dump is None and files.failure.exists():
+        if dump is None and (unwanted or files.failure.exists()):
             return
         rows = len(token_ids) // TOKEN_BYTES
         if dump is None or dump.rows != prefix or prefix + rows > dump.layout.tokens:

@@ -12,11 +12,13 @@ import dagster as dg
 from hs_assets.config import Home, Project, read_preset
 from hs_assets.defs.extraction import RAW_DUMPS
 from hs_assets.errors import ConfigError, EngineError, ExtractionError
-from hs_assets.extraction.status import COMPLETE, status
+from hs_assets.extraction.plan import make_plan
+from hs_assets.samples.prompts import table_path
 from hs_assets.serving import engine
-from hs_assets.serving.launch import expose_plugin, make_plan, resolve
+from hs_assets.serving.launch import Target, expose_plugin, make_launch_plan, resolve
 from hs_assets.serving.server import lease_server
 from hs_assets.serving.state import ServerFolder
+from hs_assets.store.layout import create
 from hs_assets.wire.records import write_atomic
 
 _WRITTEN = "# Written by hs-assets demo.\n"
@@ -74,12 +76,20 @@ def materialize(project: Project, defs: dg.Definitions, say: Say) -> Iterator[Ou
         record, extract = defs.resolve_job_def("record_layer_set"), defs.resolve_job_def("extract")
         if problem := _problem(record.execute_in_process(instance=instance, run_config=_QUIET, raise_on_error=False)):
             raise ExtractionError("layer_set could not be recorded", got=problem)
-        needed = any(one.state != COMPLETE for one in status(project))
+        keys = extract.partitions_def.get_partition_keys() if extract.partitions_def else ()
+        target = resolve(project)
+        needed = any(_needs_server(project, target, key) for key in keys)
         # The runs would start the server themselves; started here, its start is seen.
-        with lease_server(folder, make_plan(project, resolve(project)), "demo", say) if needed else nullcontext():
-            for key in extract.partitions_def.get_partition_keys() if extract.partitions_def else ():
+        with lease_server(folder, make_launch_plan(project, target), "demo", say) if needed else nullcontext():
+            for key in keys:
                 result = extract.execute_in_process(instance=instance, partition_key=key, run_config=_QUIET, raise_on_error=False)
                 yield _outcome(key, result)
+
+
+def _needs_server(project: Project, target: Target, key: str) -> bool:
+    """Whether some state of a partition is not stored yet, as far as can be told before its prompts are made."""
+    made = table_path(project.home.prompts, key).exists()
+    return not made or bool(make_plan(project, target, create(project.store_path), key).to_capture)
 
 
 def _outcome(key: str, result: dg.ExecuteInProcessResult) -> Outcome:

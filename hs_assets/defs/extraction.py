@@ -69,7 +69,7 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
                 RAW_DUMPS, metadata=_raw_metadata(report), data_version=dg.DataVersion(_version(report, data_version(target)))
             )
             return
-        report = extract(loaded, target, key, context.run_id, context.log.info)
+        report = extract(loaded, target, key, context.run.run_id, context.log.info)
         for result in _checks(report):
             if dg.AssetCheckKey(SAMPLES, str(result.check_name)) in context.selected_asset_check_keys:
                 yield result

@@ -17,8 +17,7 @@ from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import Expected, Validator
 from hs_assets.serving.admission import KEPT, Admission, spool_use, sweep
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Failed
-from hs_assets.serving.launch import Target
-from hs_assets.serving.launch import make_plan as make_launch_plan
+from hs_assets.serving.launch import Target, make_launch_plan
 from hs_assets.serving.server import lease_server
 from hs_assets.serving.state import ServerFolder, ServerState
 from hs_assets.store.layout import create
@@ -84,25 +83,23 @@ def extract(project: Project, target: Target, key: str, run_id: str, say: Say) -
     store = project.settings.store
     shape = ArrayShape(target.facts.hidden_size, plan.layout.dtype, store.chunk_tokens, store.shard_tokens)
     spec = dataclasses.asdict(target.spec)
-    destination = Destination(paths, target.spec.fingerprint, spec, run_id, shape, store.generation_bytes)
+    destination = Destination(paths, target.spec.fingerprint, spec, run_id, shape)
     intake = report.intake = Intake(plan, destination, Validator(expected), say)
     try:
         with _outcomes(project, target, report, say) as (outcomes, client):
+            limit = min(store.generation_bytes, client.spool_bytes // 4) if client else store.generation_bytes
             for outcome in outcomes:
                 if outcome is not None:
                     intake.take(outcome)
-                elif client is not None and client.admission.blocked and intake.has_unpublished:
+                starving = outcome is None and client is not None and client.admission.blocked
+                if intake.unpublished_bytes >= (1 if starving else limit):
                     intake.publish()
-        if intake.has_unpublished:
-            intake.publish()
     except ServerDiedError as error:
-        if intake.has_unpublished:
-            intake.publish()
         for prompt in plan.to_capture:
             intake.failed.setdefault(prompt.row, ("server_died", error.problem))
         report.problems.append(str(error))
     finally:
-        intake.abandon()
+        intake.finish()
     report.manifest, report.manifest_changed = intake.write_manifest()
     report.problems += _problems(project, report.manifest)
     return report
@@ -118,20 +115,17 @@ def capture_only(project: Project, target: Target, key: str, say: Say) -> Report
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
-    failed: dict[str, str] = {}
+    owners = Admission(Spool(project.spool_path), 0, say)
     try:
-        with _outcomes(project, target, report, say, keep=True) as (outcomes, client):
+        with _outcomes(project, target, report, say, keep=True) as (outcomes, _):
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
-                    failed[f"{key}/{outcome.prompt.row:04d}"] = f"{outcome.reason}: {outcome.detail}"
-                elif outcome is not None and client is not None:
-                    client.admission.adopt(outcome.files, KEPT)
-                    report.kept += 1
+                    report.problems.append(f"{key}/{outcome.prompt.row:04d} failed: {outcome.reason}: {outcome.detail}")
                 elif outcome is not None:
+                    owners.adopt(outcome.files, KEPT)
                     report.kept += 1
     except ServerDiedError as error:
         report.problems.append(str(error))
-    report.problems += [f"{sample_id} failed: {reason}" for sample_id, reason in failed.items()]
     return report
 
 
@@ -200,12 +194,12 @@ def _adopt(project: Project, target: Target, plan: Plan, say: Say) -> list[Captu
         return []
     if freed := sweep(spool):
         say(f"freed {freed} dumps that a crash had left half done")
-    admission = Admission(spool, 0, say)
+    owners = Admission(spool, 0, say)
     wanted: dict[int, Prompt] = {prompt.row: prompt for prompt in plan.to_capture}
     adopted = []
     for text in list(spool.rids()):
         rid, files = parse_rid(text), spool.dump(text)
-        if rid is None or rid.partition != plan.prompts.key or not admission.adopt(files):
+        if rid is None or rid.partition != plan.prompts.key or not files.whole or not owners.adopt(files):
             continue
         commit, prompt = CommitRecord.read(files.commit), wanted.pop(rid.row, None)
         asked_for = (target.spec.fingerprint, target.layer_set.residual_ids, prompt.token_sha256 if prompt else None)

@@ -38,7 +38,6 @@ class Destination:
     spec: dict[str, object]
     run_id: str
     shape: ArrayShape
-    generation_bytes: int
 
 
 @dataclass(slots=True)
@@ -72,13 +71,11 @@ class Intake:
             outcome.files.free()
             return
         self._append(sample, outcome.files)
-        if sum(writer.bytes for writer in self._writers.values()) >= self.destination.generation_bytes:
-            self.publish()
 
     @property
-    def has_unpublished(self) -> bool:
-        """Whether dumps wait in the spool for their generation."""
-        return bool(self._unpublished)
+    def unpublished_bytes(self) -> int:
+        """Bytes of states that were appended and wait, their dumps in the spool, for their generation."""
+        return sum(writer.bytes for writer in self._writers.values())
 
     def publish(self) -> None:
         """Publish what was appended, replace the manifest, and only then free the dumps."""
@@ -97,11 +94,15 @@ class Intake:
             files.free()
         self._unpublished.clear()
 
-    def abandon(self) -> None:
-        """Remove what was not published; its dumps stay in the spool."""
-        for writer in self._writers.values():
-            writer.discard()
-        self._writers.clear()
+    def finish(self) -> None:
+        """Publish what is left, also after an error; what cannot be published is removed, its dumps stay in the spool."""
+        try:
+            if self._writers:
+                self.publish()
+        finally:
+            for writer in self._writers.values():
+                writer.discard()
+            self._writers.clear()
 
     def write_manifest(self) -> tuple[Manifest, bool]:
         """Replace the partition's manifest by what is known now; returns it, and whether it changed."""

@@ -123,9 +123,8 @@ def sweep(spool: Spool) -> int:
     freed = 0
     for rid in list(spool.rids()):
         files = spool.dump(rid)
-        whole = files.commit.exists() and files.answer.exists() and files.claim.exists()
         with suppress(FileNotFoundError):
-            if not whole and _abandoned(files):
+            if not files.whole and _abandoned(files):
                 files.free()
                 freed += 1
     return freed

@@ -78,6 +78,11 @@ class CaptureClient:
         self._give_up = threading.Event()
         self.admission = Admission(self._spool, state.spool_bytes, say)
 
+    @property
+    def spool_bytes(self) -> int:
+        """The budget of the spool."""
+        return self._state.spool_bytes
+
     def __enter__(self) -> Self:
         return self
 
@@ -129,6 +134,8 @@ class CaptureClient:
             outcome = wait_for_commit(files, self._settings.commit_seconds)
         except httpx.HTTPStatusError as error:
             return Failed(prompt, "server_error", f"HTTP {error.response.status_code}: {error.response.text[:300]}")
+        except (KeyError, TypeError, ValueError) as error:
+            return Failed(prompt, "bad_answer", f"the server's answer is not as expected: {error!r}")
         except httpx.TimeoutException as error:
             return Failed(prompt, "timeout", f"no answer within {self._settings.request_seconds:.0f} s: {error!r}")
         except httpx.HTTPError as error:

@@ -83,7 +83,7 @@ def resolve(project: Project) -> Target:
     )
 
 
-def make_plan(project: Project, target: Target) -> LaunchPlan:
+def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
     """The plan for the watchdog, with the plugin made visible to SGLang's interpreter and the spool measured."""
     server = project.settings.server
     plugin = expose_plugin(ServerFolder(project.home.server).plugin)

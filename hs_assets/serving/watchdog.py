@@ -72,6 +72,7 @@ def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[by
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*plan.argv, "--port", str(port)],
+            cwd=folder.root,
             env={**os.environ, **plan.env, CAPTURE_ENV: str(spool.config)},
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -50,6 +50,11 @@ class DumpFiles:
     def answer(self) -> Path:
         return self.folder / f"{self.rid}.answer.json"
 
+    @property
+    def whole(self) -> bool:
+        """Whether the dump is committed, and its answer kept: whoever owns it can validate it."""
+        return self.commit.exists() and self.answer.exists() and self.claim.exists()
+
     def free(self) -> None:
         """Remove them all; the claim goes last, because its bytes are counted as long as it is there."""
         for path in (self.commit, self.failure, self.answer, self.data, self.claim):

@@ -1,0 +1,138 @@
+"""Stands in for SGLang where a fault cannot be made for real; it speaks the real protocol.
+
+HTTP as ``/generate`` answers it, dumps written by the plugin's own `Assembly` into a real spool, a state file that says
+it is up. Its states are causal (a row depends on the tokens up to it), and its logprobs follow from them by the final norm
+and head of a real checkpoint, so that every rule holds until a fault is put in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from hs_assets.capture.assembly import Assembly, DumpFacts
+from hs_assets.config import Project
+from hs_assets.samples.eagle3 import DTYPES
+from hs_assets.samples.model import Head, load_head
+from hs_assets.serving.launch import Target, make_launch_plan, resolve
+from hs_assets.serving.state import UP, ServerFolder, ServerState
+from hs_assets.wire.rid import Rid, parse_rid
+from hs_assets.wire.spool import Spool
+
+Fault = Callable[[Rid, np.ndarray], np.ndarray | int | None]
+"""Gets a request and its states [T, K+1, H] float32; gives the states to deliver, an HTTP status, or None for no dump."""
+
+
+class FakeServer:
+    """Counts the requests it gets: ``rows`` are theirs, in order."""
+
+    def __init__(self, project: Project, target: Target, fault: Fault) -> None:
+        self.rows: list[int] = []
+        self.fault = fault
+        self.seconds_each = 0.0
+        self._target = target
+        self._spool = Spool(project.spool_path)
+        self._spool.make()
+        dtype = {"bfloat16": "BF16", "float32": "F32"}[project.settings.server.dtype]
+        ids, hidden = target.layer_set.residual_ids, target.facts.hidden_size
+        self._dtype = DTYPES[dtype]
+        self._assembly = Assembly(DumpFacts("fake", target.spec.fingerprint, ids, hidden, dtype))
+        self._lock = threading.Lock()
+        random = np.random.default_rng(5)
+        self._embedding = random.standard_normal((target.facts.vocab_size, len(ids), hidden)).astype(np.float32)
+        head = load_head(target.facts)
+        assert isinstance(head, Head)
+        self._head = head
+
+    def answer(self, body: dict[str, object]) -> tuple[int, dict[str, object]]:
+        rid = parse_rid(str(body["rid"]))
+        assert rid is not None
+        tokens = np.asarray(body["input_ids"], "<i4")
+        steps = np.arange(1, len(tokens) + 1, dtype=np.float32)[:, None, None]
+        states = np.cumsum(self._embedding[tokens], axis=0) / np.sqrt(steps)
+        final = states[-1, -1].astype(self._dtype)
+        time.sleep(self.seconds_each)
+        with self._lock:
+            self.rows.append(rid.row)
+            outcome = self.fault(rid, states)
+            if isinstance(outcome, int):
+                return outcome, {"error": {"message": "made to fail"}}
+            if outcome is not None:
+                delivered = np.ascontiguousarray(outcome.astype(self._dtype))
+                files = self._spool.dump(str(rid))
+                raw = memoryview(delivered.view(np.uint8).reshape(-1))
+                self._assembly.add(files, rid, 0, memoryview(tokens.tobytes()), raw)
+        logits = self._head.logits(final, np.arange(self._target.facts.vocab_size))
+        logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        top = [[float(logprobs[i]), int(i), None] for i in np.argsort(-logprobs)[:20]]
+        info = {"prompt_tokens": len(tokens), "cached_tokens": 0, "output_top_logprobs": [top]}
+        return 200, {"meta_info": info}
+
+
+def healthy(_rid: Rid, states: np.ndarray) -> np.ndarray:
+    """No fault."""
+    return states
+
+
+@contextmanager
+def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer]:
+    """A fake server that the project's runs take for the one they would have started."""
+    target = resolve(project)
+    plan = make_launch_plan(project, target)
+    server = FakeServer(project, target, fault)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, answer = server.answer(body)
+            payload = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        http.daemon_threads = True
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        folder = ServerFolder(project.home.server)
+        folder.make()
+        created = psutil.Process().create_time()
+        state = ServerState(
+            phase=UP,
+            identity=plan.identity,
+            server="fake",
+            url=f"http://127.0.0.1:{http.server_address[1]}",
+            spool=plan.spool,
+            spool_bytes=plan.spool_bytes,
+            residual_ids=plan.residual_ids,
+            state_fingerprint=plan.state_fingerprint,
+            model_path=plan.model_path,
+            sglang_version=plan.sglang_version,
+            pid=os.getpid(),
+            pid_created=created,
+            watchdog_pid=os.getpid(),
+            watchdog_created=created,
+            log=str(Path(folder.logs, "none.log")),
+            started_at=time.time(),
+            message="a fake",
+        )
+        state.write(folder.state)
+        try:
+            yield server
+        finally:
+            folder.state.unlink()
+            http.shutdown()

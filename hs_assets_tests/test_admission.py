@@ -1,0 +1,135 @@
+"""Bytes in flight stay below the budget, over threads and processes, and what dead processes left is found."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hs_assets.errors import SpoolError
+from hs_assets.serving.admission import KEPT, Admission, spool_use, sweep
+from hs_assets.wire.records import ClaimRecord
+from hs_assets.wire.rid import new_rid
+from hs_assets.wire.spool import DumpFiles, Spool
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    made = Spool(tmp_path)
+    made.make()
+    return made
+
+
+def dump(spool: Spool, row: int) -> DumpFiles:
+    return spool.dump(str(new_rid("p", row, 10)))
+
+
+def fill(files: DumpFiles) -> None:
+    """The files of a whole dump, as far as admission looks at them."""
+    for path in (files.commit, files.answer):
+        path.write_text("{}")
+
+
+def claim_many(root: str, budget: int, size: int, count: int, seen: list[int]) -> None:
+    spool = Spool(Path(root))
+    admission = Admission(spool, budget, lambda _: None)
+    for row in range(count):
+        files = dump(spool, row)
+        admission.claim(files, size, threading.Event())
+        seen.append(spool_use(spool.root)[1])
+        time.sleep(0.001)
+        files.free()
+
+
+def test_many_processes_never_exceed_the_budget(spool: Spool) -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        seen = manager.list()
+        workers = [context.Process(target=claim_many, args=(str(spool.root), 1000, 300, 25, seen)) for _ in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0
+        assert len(seen) == 75
+        assert max(seen) <= 1000
+    assert spool_use(spool.root) == (0, 0)
+
+
+def test_a_full_spool_waits_says_so_and_goes_on(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hs_assets.serving.admission._SAY_SECONDS", 0.1)
+    said: list[str] = []
+    admission = Admission(spool, 1000, said.append)
+    first, second = dump(spool, 0), dump(spool, 1)
+    admission.claim(first, 800, threading.Event())
+    waiting = threading.Thread(target=admission.claim, args=(second, 300, threading.Event()))
+    waiting.start()
+    time.sleep(0.4)
+    assert admission.blocked
+    first.free()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert not admission.blocked
+    assert "the spool is full: a request has waited" in said[0]
+    assert "for 300 of 1,000 bytes" in said[0]
+    assert admission.waited_seconds > 0.3
+    assert admission.high_water_bytes == 800
+
+
+def test_a_reserved_file_counts_by_its_size(spool: Spool) -> None:
+    files = dump(spool, 0)
+    Admission(spool, 1000, print).claim(files, 100, threading.Event())
+    assert spool_use(spool.root) == (1, 100)
+    files.data.write_bytes(bytes(640))
+    assert spool_use(spool.root) == (1, 640)
+
+
+def test_one_dump_larger_than_the_budget_is_refused_at_once(spool: Spool) -> None:
+    with pytest.raises(SpoolError, match=r"larger than the spool(.|\n)*at most 1,000 bytes(.|\n)*1,001 bytes"):
+        Admission(spool, 1000, print).claim(dump(spool, 0), 1001, threading.Event())
+
+
+def test_who_gives_up_while_waiting_claims_nothing(spool: Spool) -> None:
+    admission, give_up = Admission(spool, 100, print), threading.Event()
+    admission.claim(dump(spool, 0), 100, give_up)
+    give_up.set()
+    with pytest.raises(SpoolError, match="the run ended while a request waited"):
+        admission.claim(dump(spool, 1), 1, give_up)
+    assert spool_use(spool.root) == (1, 100)
+
+
+def test_dumps_of_the_dead_are_freed_or_taken_over(spool: Spool) -> None:
+    dead = 2**22 + 7  # above the largest pid
+    half, whole, kept, mine, unclaimed = (dump(spool, row) for row in range(5))
+    for files, pid in ((half, dead), (whole, dead), (kept, KEPT), (mine, os.getpid())):
+        ClaimRecord(files.rid, 10, pid, 0.0).write(files.claim)
+    for files in (whole, kept, unclaimed):
+        fill(files)
+    mine_claimed = Admission(spool, 1000, print)
+    mine.claim.unlink()
+    mine_claimed.claim(mine, 10, threading.Event())
+
+    assert sweep(spool) == 2
+    assert set(spool.rids()) == {whole.rid, kept.rid, mine.rid}
+    owners = Admission(spool, 0, print)
+    assert owners.adopt(whole)
+    assert owners.adopt(kept)
+    assert ClaimRecord.read(whole.claim).pid == os.getpid()
+    assert owners.adopt(whole, KEPT)
+    assert ClaimRecord.read(whole.claim).pid == KEPT
+    assert not owners.adopt(half)
+
+
+def test_dumps_of_the_living_are_nobody_elses(spool: Spool) -> None:
+    import psutil
+
+    files = dump(spool, 0)
+    parent = psutil.Process(os.getppid())
+    ClaimRecord(files.rid, 10, parent.pid, parent.create_time()).write(files.claim)
+    fill(files)
+    assert sweep(spool) == 0
+    assert not Admission(spool, 0, print).adopt(files)

@@ -1,0 +1,103 @@
+"""The configuration: where it comes from, what it must say, and how it says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hs_assets.config import load_project, parse_settings, read_preset
+from hs_assets.errors import ConfigError
+
+MINIMAL = '[model]\npath = "models/m"\n[[prompts.sources]]\npath = "data/chats.v2.jsonl"\n'
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HS_ASSETS_HOME", "HS_ASSETS_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_file_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = load_project()
+    assert (project.origin, project.home.root) == ("preset:demo", tmp_path / ".hs_assets")
+    assert project.settings.model.path == tmp_path / ".hs_assets" / "models" / "demo"
+    (source,) = project.settings.prompts.sources
+    assert (source.name, source.path.name, source.path.exists()) == ("demo", "demo_conversations.jsonl", True)
+
+
+def test_arguments_win_over_the_environment_and_that_over_the_homes_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {}
+    for name in ("argument", "environment", "home"):
+        files[name] = tmp_path / name / "hs_assets.toml"
+        files[name].parent.mkdir()
+        files[name].write_text(MINIMAL)
+    assert load_project(tmp_path / "home").origin == str(files["home"])
+    monkeypatch.setenv("HS_ASSETS_HOME", str(tmp_path / "home"))
+    assert load_project().origin == str(files["home"])
+    monkeypatch.setenv("HS_ASSETS_CONFIG", str(files["environment"]))
+    assert load_project().origin == str(files["environment"])
+    assert load_project(None, files["argument"]).origin == str(files["argument"])
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "etc" / "c.toml"
+    config.parent.mkdir()
+    config.write_text(MINIMAL + '[store]\npath = "/mnt/store.zarr"\n')
+    project = load_project(tmp_path / "home", config)
+    assert project.settings.model.path == tmp_path / "etc" / "models" / "m"
+    assert project.settings.prompts.sources[0].path == tmp_path / "etc" / "data" / "chats.v2.jsonl"
+    assert project.settings.prompts.sources[0].name == "chats"
+    assert project.store_path == Path("/mnt/store.zarr")
+    assert project.spool_path.parent == Path("/dev/shm")
+
+
+def test_two_homes_have_two_spools(tmp_path: Path) -> None:
+    one, other = load_project(tmp_path / "a"), load_project(tmp_path / "b")
+    assert one.spool_path != other.spool_path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layers = [", "the configuration is not TOML"),
+        (
+            MINIMAL + "[server]\nchunk_tokens = 0\n",
+            r"server\.chunk_tokens(.|\n)*expected: Input should be greater than 0(.|\n)*got: 0",
+        ),
+        (MINIMAL + "[server]\nchunk_token = 5\n", r"server\.chunk_token\n(.|\n)*Extra inputs are not permitted"),
+        (MINIMAL + "[prompts]\nmax_tokens = 1\n", "prompts"),
+        ('[model]\npath = "m"\n', "prompts"),
+        (MINIMAL.replace("[model]", "[model]\nrevision = 3"), r"model\.revision"),
+    ],
+)
+def test_errors_name_the_field(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(text, "c.toml")
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        '[[prompts.sources]]\npath = "a/x.jsonl"\n[[prompts.sources]]\npath = "b/x.jsonl"\n',
+        '[[prompts.sources]]\npath = "x.jsonl"\nname = "a/b"\n',
+        '[[prompts.sources]]\npath = "x.jsonl"\nname = ".."\n',
+        f'[[prompts.sources]]\npath = "x.jsonl"\nname = "{"n" * 140}"\n',
+    ],
+    ids=["the same name twice", "a slash", "dots", "too long"],
+)
+def test_names_of_sources_must_make_partition_keys(tmp_path: Path, sources: str) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('[model]\npath = "m"\n' + sources)
+    with pytest.raises(ConfigError, match=r"remedy: give (one of them|it) a name"):
+        load_project(tmp_path, config)
+
+
+def test_presets_are_valid_and_unknown_ones_are_named(tmp_path: Path) -> None:
+    for name in ("demo", "kimi-k2.5"):
+        parse_settings(read_preset(name), name)
+    with pytest.raises(ConfigError, match=r"preset:demo or preset:kimi-k2\.5"):
+        load_project(tmp_path, "preset:nope")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_project(tmp_path, tmp_path / "absent.toml")

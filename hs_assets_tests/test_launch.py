@@ -1,0 +1,92 @@
+"""The server's command and environment, and the plugin as SGLang's environment sees it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hs_assets.errors import ConfigError, SpoolError
+from hs_assets.serving.launch import expose_plugin, make_launch_plan, resolve, spool_budget
+from hs_assets_tests.conftest import DEMO_TEXTS, write_project
+
+TOP = "layers = [2]"
+
+
+def test_the_command_says_what_the_configuration_says(home: Path, checkpoint: Callable[[str], Path]) -> None:
+    server = 'chunk_tokens = 64\ndtype = "float32"\nargs = ["--log-level", "warning"]\nenv = { X = "1", PYTHONPATH = "/else" }'
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server=server)
+    plan = make_launch_plan(project, resolve(project))
+    command = " ".join(plan.argv)
+    for words in ("--host 127.0.0.1", "--chunked-prefill-size 64", "--dtype float32", "--disable-radix-cache", "--log-level"):
+        assert words in command
+    assert "--trust-remote-code" not in command
+    assert plan.env["X"] == "1"
+    plugin, shims, mine = plan.env["PYTHONPATH"].split(":")
+    assert (Path(plugin).name, Path(shims).name, mine) == ("plugin", "shims", "/else")
+
+
+def test_identities_differ_where_servers_are_not_interchangeable(home: Path, checkpoint: Callable[[str], Path]) -> None:
+    def identity(**settings: str) -> str:
+        project = write_project(home, checkpoint("llama"), DEMO_TEXTS, **{"top": TOP, **settings})
+        return make_launch_plan(project, resolve(project)).identity
+
+    assert identity() == identity(rules="prefix_share = 0.4") == identity(server="max_in_flight = 3")
+    different = [
+        identity(),
+        identity(top="layers = [3]"),
+        identity(server="chunk_tokens = 64"),
+        identity(server="writer_threads = 1"),
+        identity(server='args = ["--log-level", "info"]'),
+        identity(server='env = { X = "1" }'),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_args_may_not_set_what_settings_set(home: Path, checkpoint: Callable[[str], Path]) -> None:
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server='args = ["--port=1", "--dtype", "float16"]')
+    with pytest.raises(ConfigError, match=r"got: \['--dtype', '--port'\]"):
+        resolve(project)
+
+
+@pytest.mark.parametrize("size", [1000, 10**15], ids=["too small for anything", "more than there is"])
+def test_a_spool_that_is_too_small_is_said_with_the_remedy(home: Path, checkpoint: Callable[[str], Path], size: int) -> None:
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server=f"spool_bytes = {size}")
+    with pytest.raises(SpoolError, match=r"bytes free(.|\n)*containers begin with 64 MB: give docker run --shm-size"):
+        spool_budget(project)
+
+
+def test_the_plugin_path_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    folder = expose_plugin(tmp_path / "plugin")
+    assert expose_plugin(tmp_path / "plugin") == folder
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == ["hs_assets", "hs_assets"]
+    code = (
+        "import importlib.metadata as m, sys; "
+        "print(sorted(e.value for e in m.entry_points(group='sglang.srt.plugins'))); "
+        "import hs_assets.capture.plugin; print(hs_assets.capture.plugin.__file__)"
+    )
+    # -S and another folder: an environment that has nothing of ours
+    command, env = [sys.executable, "-S", "-c", code], {"PYTHONPATH": str(folder)}
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "hs_assets.capture.plugin:register" in result.stdout
+    assert str(folder) in result.stdout.splitlines()[-1]
+
+
+def test_the_wheel_brings_the_plugin_to_any_environment(tmp_path: Path, engine_python: Path) -> None:
+    """`pip install --no-deps` into SGLang's environment: its entry points are found, and are inert and import nothing else."""
+    checkout = Path(__file__).resolve().parents[1]
+    site = tmp_path / "site"
+    install = [engine_python, "-m", "pip", "install", "-q", "--no-deps", "--target", site, checkout]
+    subprocess.run(install, check=True, capture_output=True)
+    code = (
+        "import sys, importlib.metadata as m\n"
+        "points = {e.name: e.load() for e in m.entry_points(group='sglang.srt.plugins')}\n"
+        "points['hs_assets_capture']()\n"
+        "print(sorted(points), sorted({'pydantic', 'zarr', 'dagster', 'torch'} & set(sys.modules)))"
+    )
+    command, env = [engine_python, "-c", code], {"PYTHONPATH": str(site)}
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "['hs_assets_capture', 'hs_assets_cpu_engine'] []"
