@@ -276,6 +276,16 @@ def test_a_dump_that_the_client_freed_meanwhile_is_dropped(assembly, files, rid)
     assert open_files(files.folder) == []
 
 
+def test_a_dump_whose_data_alone_is_gone_is_not_committed(assembly, files, rid):
+    """The moment within a client's freeing of it when its claim is still there."""
+    token_ids, states = make_rows(TOKENS)
+    add_chunks(assembly, files, rid, token_ids, states, [4])
+    files.data.unlink()
+    add_chunks(assembly, files, rid, token_ids, states, [TOKENS], begin=4)
+    assert names_in(files.folder) == [files.claim.name]
+    assert open_files(files.folder) == []
+
+
 def test_no_chunk_of_a_freed_dump_leaves_anything(assembly, files, rid):
     token_ids, states = make_rows(TOKENS)
     add_chunks(assembly, files, rid, token_ids, states, [2])

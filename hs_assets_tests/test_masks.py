@@ -237,6 +237,27 @@ def test_a_template_that_changes_an_answer(load: Callable[..., ChatTokenizer]) -
     assert made.reason == "mask_unsure"
 
 
+def test_a_template_that_puts_words_before_an_answer(load: Callable[..., ChatTokenizer]) -> None:
+    """Who wrote them is not known: the generation prompt has them not."""
+    words = stock(KIMI).replace(
+        "{% if m.role == 'assistant' %}{{ m.content", "{% if m.role == 'assistant' %}{{ 'Answer: ' + m.content"
+    )
+    for template in (words, words.replace("Answer: ", "<think>hm</think>")):
+        tokenizer = load(template)
+        assert tokenizer.render(ORDINARY["one turn"]) != load(stock(KIMI)).render(ORDINARY["one turn"])
+        made = tokenize_conversation(ORDINARY["one turn"], tokenizer)
+        assert isinstance(made, Dropped)
+        assert made.reason == "mask_unsure"
+
+
+@pytest.mark.parametrize("opening", ["<|im_assistant|>Assistant", "<|im_user|>assistant", "<|im_assistant|>a", "<think>\n"])
+def test_a_generation_prompt_that_is_not_how_a_turn_begins(opening: str, load: Callable[..., ChatTokenizer]) -> None:
+    template = stock(KIMI).replace("{{ '<|im_assistant|>assistant<|im_middle|>' }}", f"{{{{ '{opening}<|im_middle|>' }}}}")
+    made = tokenize_conversation(ORDINARY["one turn"], load(template))
+    assert isinstance(made, Dropped)
+    assert made.reason == "mask_unsure"
+
+
 def test_marks_around_nothing(load: Callable[..., ChatTokenizer]) -> None:
     template = stock(KIMI) + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     assert tokenize_conversation(ORDINARY["one turn"], load(template)) == Dropped(
@@ -287,6 +308,17 @@ def test_a_token_over_the_edge_drops_the_row(load: Callable[..., ChatTokenizer])
     for one in (tokenizer, without_offsets(tokenizer), load(marked(CHATML))):
         made = tokenize_conversation(chat("one", "\n\ntwo"), one)
         assert isinstance(made, Dropped), one
+        assert made.reason == "mask_unsure"
+
+
+def test_a_token_over_the_end_of_the_marks_drops_the_row(load: Callable[..., ChatTokenizer]) -> None:
+    """The template ends the answer with line breaks of its own, outside the marks."""
+    template = KIMI.replace("<A>{{ m.content + '<|im_end|>' }}</A>", "<A>{{ m.content }}</A>{{ '\n\n<|im_end|>' }}")
+    tokenizer = load(marked(template))
+    assert supervised(kept(tokenize_conversation(chat("one", "two"), tokenizer)), tokenizer) == "two"
+    for one in (tokenizer, without_offsets(tokenizer)):
+        made = tokenize_conversation(chat("one", "two\n"), one)
+        assert isinstance(made, Dropped)
         assert made.reason == "mask_unsure"
 
 

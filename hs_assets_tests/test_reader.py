@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hs_assets.errors import StoreError, StoreVersionError
@@ -76,7 +76,7 @@ def partitions(draw):
     return lengths, generation_of, together, shape
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # small as they are
 @given(partitions(), st.integers(0, 2**32), st.data())
 def test_what_is_read_is_what_was_written(partition, seed, data):
     lengths, generation_of, together, shape = partition

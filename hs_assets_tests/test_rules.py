@@ -555,7 +555,7 @@ def test_shared_prefix_keeps_its_own_copy() -> None:
     one = make_sample(1)
     rule = SharedPrefix(EXPECTED)
     rule.check(one)
-    one.states[:] = 0
+    one.states[:] = make_states(9)
     one.token_ids[:] = 0
     assert rule.check(sharing(16, 2)) is None
     assert rule.rows_compared == 16

@@ -289,6 +289,13 @@ def test_a_row_is_not_lost_with_the_line_that_had_it_first(folder: Path, source:
     assert duplicates(read) == {}
 
 
+def test_rows_that_moved_within_a_source_do_not_repeat_themselves(folder: Path, source: Callable[..., Source]) -> None:
+    one = source(lines(1, 2, 3, 4))
+    read_all(folder, [one])
+    source(lines(4, 2, 1))
+    assert duplicates(read_all(folder, [one])) == {}
+
+
 # What changed
 
 

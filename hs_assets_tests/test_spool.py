@@ -79,6 +79,16 @@ def test_free_is_content_with_what_is_there(tmp_path):
     assert names_in(spool.dumps) == []
 
 
+@pytest.mark.parametrize("missing", [None, "commit", "answer", "claim"])
+def test_whole(tmp_path, missing):
+    files = made_spool(tmp_path / "spool").dump(RID)
+    for path in (files.data, files.commit, files.answer, files.claim):
+        path.touch()
+    if missing is not None:
+        getattr(files, missing).unlink()
+    assert files.whole == (missing is None)
+
+
 @pytest.mark.parametrize("stuck", ["commit", "failure", "answer", "data"])
 def test_the_claim_goes_last(tmp_path, stuck):
     """As long as a file of a dump is there, its bytes are claimed."""

@@ -188,7 +188,9 @@ def test_a_sample_that_does_not_fit_is_refused_whole(paths, change):
     change(states)
     with pytest.raises(StoreError, match="a sample does not fit its generation") as caught:
         writer.append(token_ids, states)
-    assert "\n  expected: (5, 4) for each of [2, 4, 8]\n  got: {" in str(caught.value)
+    assert "\n  expected: int32 ids, and ((5, 4), dtype(bfloat16)) for each of [2, 4, 8]\n  got: int32 ids, and {" in str(
+        caught.value
+    )
     good = make_sample(6, seed=1)
     assert writer.append(*good) == 0
     folder = paths.generation(FINGERPRINT, PARTITION, writer.publish())

@@ -64,17 +64,21 @@ class Assembly:
         Raises:
             OSError: the spool is full or cannot be written; the caller calls `fail`.
         """
-        unwanted = files.commit.exists() or (rid.kind is Kind.SAMPLE and not files.claim.exists())
-        if prefix == 0 and not unwanted:
+        answered = files.commit.exists() or files.failure.exists()
+        if answered or (rid.kind is Kind.SAMPLE and not files.claim.exists()):
+            self._discard(files.rid)
+            return
+        rows = len(token_ids) // TOKEN_BYTES
+        if prefix == 0:
             self._discard(files.rid)
             self._begin(files, rid)
         dump = self._open.get(files.rid)
-        if dump is None and (unwanted or files.failure.exists()):
-            return
-        rows = len(token_ids) // TOKEN_BYTES
         if dump is None or dump.rows != prefix or prefix + rows > dump.layout.tokens:
             had = "no rows" if dump is None else f"{dump.rows} rows"
             self.fail(files, "rows_out_of_order", f"a chunk of tokens {prefix}..{prefix + rows} of {rid.length} came after {had}")
+            return
+        if len(token_ids) != rows * TOKEN_BYTES or len(states) != rows * dump.layout.row_bytes:
+            self.fail(files, "capture_error", f"{len(states)} bytes of states came with {len(token_ids)} bytes of token ids")
             return
         if os.fstat(dump.descriptor).st_nlink == 0:
             self._discard(files.rid)

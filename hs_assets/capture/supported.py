@@ -60,6 +60,6 @@ def violations(server_args: Any, sglang_version: str, model_class: str) -> list[
         proven = "; ".join(f"SGLang {version}: {', '.join(sorted(classes))}" for version, classes in PROVEN.items())
         reasons.append(f"SGLang {sglang_version} with {model_class} has not passed the parity tests (passed: {proven})")
     reasons += [f"{flag}: {reason}" for flag, refuses, reason in _REFUSED if refuses(server_args)]
-    if os.environ.get("SGLANG_ENABLE_DELAY_SAMPLE", "0").lower() in {"1", "true", "yes"}:
+    if os.environ.get("SGLANG_ENABLE_DELAY_SAMPLE", "0").lower() in {"1", "true", "yes", "y"}:
         reasons.append("SGLANG_ENABLE_DELAY_SAMPLE: sampling runs after the batch was let go of")
     return reasons

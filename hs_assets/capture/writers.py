@@ -6,6 +6,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hs_assets.capture.assembly import Assembly, DumpFacts, failure_reason
@@ -60,11 +61,16 @@ def _write(jobs: queue.SimpleQueue[Rows | Failed], assembly: Assembly) -> None:
             assembly.sweep()
             continue
         if isinstance(job, Failed):
-            assembly.fail(job.files, job.reason, job.detail)
+            _fail(assembly, job)
             continue
         try:
             assembly.add(job.files, job.rid, job.prefix, *job.buffers())
         except Exception as error:  # the client learns of it by this sample's failure record; the thread lives on
-            assembly.fail(job.files, failure_reason(error), repr(error))
+            _fail(assembly, Failed(job.files, failure_reason(error), repr(error)))
         finally:
             job.release()
+
+
+def _fail(assembly: Assembly, failed: Failed) -> None:
+    with suppress(OSError):  # no room even for a record: the client's own deadline fails the sample
+        assembly.fail(failed.files, failed.reason, failed.detail)

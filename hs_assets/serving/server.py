@@ -7,6 +7,7 @@ processes that ask at once start one.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,18 @@ from pathlib import Path
 import psutil
 
 from hs_assets.errors import ServerDiedError, ServerError, ServerStartError
-from hs_assets.serving.state import FAILED, STARTING, STOPPED, UP, LaunchPlan, ServerFolder, ServerState, lives, log_tail
+from hs_assets.serving.state import (
+    FAILED,
+    STARTING,
+    STOPPED,
+    UP,
+    LaunchPlan,
+    LeaseRecord,
+    ServerFolder,
+    ServerState,
+    lives,
+    log_tail,
+)
 
 _POLL_SECONDS = 0.2
 _SAY_SECONDS = 10.0
@@ -81,9 +93,14 @@ def _ensure(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) 
             return state
         if state is not None and _anything_lives(state):
             say(f"the server {state.server} is {state.phase}, but another one is needed: stopping it once nobody uses it")
-            _wait(lambda: len(folder.live_leases()) <= 1, plan.start_timeout_seconds, "waiting for those who use the server", say)
+            _wait(lambda: not _others(folder), plan.start_timeout_seconds, "waiting for those who use the server", say)
             _stop(state, say)
         return _start(folder, plan, say)
+
+
+def _others(folder: ServerFolder) -> list[LeaseRecord]:
+    """Leases that other processes hold."""
+    return [lease for lease in folder.live_leases() if lease.pid != os.getpid()]
 
 
 def _start(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -> ServerState:

@@ -34,6 +34,10 @@ class StorePaths:
     def manifest(self, layer_set_id: str, partition: str) -> Path:
         return self.views / layer_set_id / f"{partition}.json"
 
+    def manifests(self, layer_set_id: str) -> list[Path]:
+        """All manifests of a layer set, in the order of their partitions."""
+        return sorted((self.views / layer_set_id).glob("*.json"), key=lambda path: path.stem)
+
     def masks(self, partition: str, version: str) -> Path:
         return self.root / "masks" / partition / version
 

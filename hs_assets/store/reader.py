@@ -17,6 +17,9 @@ from hs_assets.store.dtype import BFLOAT16, as_bits
 from hs_assets.store.layout import StorePaths, array_name, check
 from hs_assets.store.manifest import Manifest, Part, StoredSample, read_manifest
 from hs_assets.store.masks import read_masks
+from hs_assets.wire.dump import token_sha256
+
+_REMEDY = "run hs-assets verify, then materialise the partition again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Store:
             raise StoreError(
                 "no such layer set in the store", where=self.paths.root, expected=self.layer_sets(), got=layer_set_id
             )
-        return [read_manifest(path) for path in sorted((self.paths.views / layer_set_id).glob("*.json"))]
+        return [read_manifest(path) for path in self.paths.manifests(layer_set_id)]
 
     def layer_set(self, layer_set_id: str) -> LayerSetView:
         """All samples of a layer set, in the order of their ids."""
@@ -115,8 +118,16 @@ class Store:
     def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
         """A sample, read whole."""
         part = sample.parts[0]
-        ids = self._group(manifest, part)["input_ids"][part.offset : part.offset + sample.tokens]
-        mask = _masks(self.paths, manifest.partition, manifest.prompts.version)[sample.mask]
+        try:
+            ids = np.asarray(self._group(manifest, part)["input_ids"][part.offset : part.offset + sample.tokens], "<i4")
+            mask = _masks(self.paths, manifest.partition, manifest.prompts.version)[sample.mask]
+        except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
+            raise StoreError("ids or mask cannot be read", where=sample.sample_id, got=repr(error), remedy=_REMEDY) from error
+        seen = token_sha256(ids.tobytes()), len(mask), int(mask.sum())
+        claimed = sample.token_sha256, sample.tokens, sample.supervised_tokens
+        if seen != claimed:
+            problem = "ids or mask are not those of the manifest"
+            raise StoreError(problem, where=sample.sample_id, expected=claimed, got=seen, remedy=_REMEDY)
         return Eagle3Sample(
             sample.sample_id, ids, mask, self._states(manifest, sample, None, slice(None)), lineage(manifest, sample)
         )
@@ -185,14 +196,13 @@ def lineage(manifest: Manifest, sample: StoredSample) -> Lineage:
 
 def _rows(array: zarr.Array[Any], start: int, stop: int, where: str) -> np.ndarray:
     """Rows of a state array as its own dtype; `where` is named in errors."""
-    remedy = "run hs-assets verify, then materialise the partition again"
     try:
         rows = np.asarray(array[start:stop])
     except (OSError, ValueError) as error:
-        raise StoreError("states cannot be read", where=where, got=error, remedy=remedy) from error
+        raise StoreError("states cannot be read", where=where, got=error, remedy=_REMEDY) from error
     states = rows.view(BFLOAT16) if rows.dtype == np.uint16 else rows
     if len(states) != stop - start or np.isnan(states[:, 0]).any():
-        raise StoreError("states are missing: a shard is gone and reads as fill", where=where, remedy=remedy)
+        raise StoreError("states are missing: a shard is gone and reads as fill", where=where, remedy=_REMEDY)
     return states
 
 
@@ -206,10 +216,14 @@ def _open_generation(path: Path) -> dict[str, Any]:
     try:
         group = zarr.open_group(path, mode="r")
         final, ids = int(str(group.attrs["final"])), json.loads(str(group.attrs["residual_ids"]))
-        arrays = {f"state:{i}": as_bits(_array(group, array_name(i, final))) for i in ids}
-        return {**arrays, "input_ids": _array(group, "input_ids")}
-    except (OSError, KeyError, ValueError) as error:
-        raise StoreError("a generation cannot be opened", where=path, got=repr(error), remedy="run hs-assets verify") from error
+        input_ids = _array(group, "input_ids")
+        states = {f"state:{i}": as_bits(_array(group, array_name(i, final))) for i in ids}
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise StoreError("a generation cannot be opened", where=path, got=repr(error), remedy=_REMEDY) from error
+    shapes = {array.shape for array in states.values()}
+    if len(shapes) != 1 or next(iter(shapes))[0] != input_ids.shape[0]:
+        raise StoreError("the arrays of a generation differ in shape", where=path, got=sorted(shapes), remedy=_REMEDY)
+    return {**states, "input_ids": input_ids}
 
 
 def _array(group: zarr.Group, name: str) -> zarr.Array[Any]:

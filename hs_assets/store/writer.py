@@ -113,7 +113,7 @@ class GenerationWriter:
                 "writer": os.getpid(),
             },
         )
-        dtype = {"BF16": BFLOAT16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}[shape.dtype]
+        self._dtype = dtype = {"BF16": BFLOAT16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}[shape.dtype]
         chunk, shard = shape.chunk_tokens, shape.shard_tokens
         self._states = {
             i: _Column(self._group, array_name(i, final), shape.hidden_size, dtype, chunk, shard) for i in residual_ids
@@ -129,15 +129,16 @@ class GenerationWriter:
             states: residual id → [L, H], in the dtype of the generation; exactly its residual ids.
 
         Raises:
-            StoreError: other ids or shapes.
+            StoreError: other ids, shapes or dtypes.
         """
-        wanted = (len(token_ids), self._shape.hidden_size)
-        if states.keys() != self._states.keys() or any(rows.shape != wanted for rows in states.values()):
+        wanted = (len(token_ids), self._shape.hidden_size), self._dtype
+        ids_fit = token_ids.ndim == 1 and token_ids.dtype == np.int32
+        if not ids_fit or states.keys() != self._states.keys() or any((s.shape, s.dtype) != wanted for s in states.values()):
             raise StoreError(
                 "a sample does not fit its generation",
                 where=self._destination,
-                expected=f"{wanted} for each of {sorted(self._states)}",
-                got={i: rows.shape for i, rows in states.items()},
+                expected=f"int32 ids, and {wanted} for each of {sorted(self._states)}",
+                got=f"{token_ids.dtype} ids, and { {i: (s.shape, s.dtype) for i, s in states.items()} }",
             )
         for residual_id, rows in states.items():
             self._states[residual_id].append(np.ascontiguousarray(rows))

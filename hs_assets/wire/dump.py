@@ -82,10 +82,13 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, object]], i
     Raises:
         WireError: the file is no safetensors file, or is cut.
     """
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        body = file.read(size) if 0 < size <= 100_000_000 else b""
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            body = file.read(size) if 0 < size <= 100_000_000 else b""
+    except OSError as error:
+        raise WireError("a safetensors file cannot be read", where=path, got=error) from error
     try:
         header = json.loads(body) if len(body) == size and size else None
     except ValueError:

@@ -52,7 +52,10 @@ class LayerSet:
         if not re.fullmatch(r"r\d+(-\d+)+", text):
             raise ConfigError("not a layer set id", where=text, expected="such as r3-31-59-61")
         *aux, final = (int(part) for part in text[1:].split("-"))
-        return cls(tuple(aux), final)
+        made = cls(tuple(aux), final)
+        if made.id != text:
+            raise ConfigError("not a layer set id", where=text, expected=made.id)
+        return made
 
     @classmethod
     def choose(cls, layers: Iterable[int] | str, num_layers: int) -> LayerSet:
@@ -69,7 +72,7 @@ class LayerSet:
                     where="layers",
                     expected="three different ids from [2, n//2, n-3]",
                     got=list(default),
-                    remedy="name the residual ids, for example layers = [1, 2, 3]",
+                    remedy=f"name the residual ids in layers, each in 0..{num_layers - 1}",
                 )
             return cls(default, num_layers)
         return cls(tuple(layers), num_layers)

@@ -49,9 +49,11 @@ class Record:
             WireError: not such a record, another version, or a field missing or of another type.
         """
         try:
-            return cls.parse(path.read_text(), path)
+            return cls.parse(path.read_text(encoding="utf-8"), path)
         except OSError as error:
-            raise WireError("a record cannot be read", where=path, got=error) from error
+            raise WireError("a record cannot be read", where=path, expected=cls.kind, got=error) from error
+        except UnicodeDecodeError as error:
+            raise WireError("a record is not JSON", where=path, expected=cls.kind, got=error) from error
 
     @classmethod
     def parse(cls, text: str, where: object) -> Self:
@@ -59,7 +61,7 @@ class Record:
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise WireError("a record is not JSON", where=where, got=error) from error
+            raise WireError("a record is not JSON", where=where, expected=cls.kind, got=error) from error
         if not isinstance(fields, dict) or fields.pop("record", None) != cls.kind:
             raise WireError("not the record expected here", where=where, expected=cls.kind, got=text[:120])
         if (version := fields.pop("version", None)) != WIRE_VERSION:
@@ -67,7 +69,7 @@ class Record:
                 "a record of another version",
                 where=where,
                 expected=WIRE_VERSION,
-                got=version,
+                got=repr(version),
                 remedy="install the same version of hs-assets in the pipeline's and in SGLang's environment",
             )
         hints = typing.get_type_hints(cls)
@@ -197,9 +199,13 @@ def write_atomic(path: Path, text: str) -> None:
     """Write `text` to `path`, mode 0600, so that a reader finds the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

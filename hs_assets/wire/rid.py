@@ -63,7 +63,8 @@ def parse_rid(text: str) -> Rid | None:
     match = _RID.fullmatch(text)
     if match is None:
         return None
-    return Rid(Kind(match["kind"]), match["nonce"], match["partition"], int(match["row"]), int(match["length"]))
+    rid = Rid(Kind(match["kind"]), match["nonce"], match["partition"], int(match["row"]), int(match["length"]))
+    return rid if str(rid) == text else None
 
 
 def sample_id(partition: str, row: int) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
 _PARTS = ("errors.py", "wire/*.py", "capture/*.py")
 
 
+@functools.cache
 def source_hash() -> str:
-    """Hex sha256 of the names and bytes of every Python file that runs inside SGLang's processes."""
+    """Hex sha256 of the names and bytes of every Python file that runs inside SGLang's processes, as this process found them."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for pattern in _PARTS:
