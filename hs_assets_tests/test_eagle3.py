@@ -282,5 +282,5 @@ def test_a_record_of_another_version(spool: Spool) -> None:
     files = write_dump(spool, prompt, make_states("BF16"))
     files.commit.write_text(json.dumps({**json.loads(files.commit.read_text()), "version": 99}))
     error = refused(prompt, files)
-    assert (error.expected, error.got) == (1, 99)
+    assert (error.expected, error.got) == (1, "99")
     assert "same version of hs-assets" in (error.remedy or "")

@@ -37,11 +37,12 @@ def write_config(folder: Path, **fields: Any) -> Path:
 
 def make_tensors(dtype: np.dtype = FLOATS["fp32"], prefix: str = "model.", seed: int = 1) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
+    outside = "language_model." if prefix == "language_model.model." else ""
     return {
         f"{prefix}embed_tokens.weight": random.normal(size=(VOCABULARY, HIDDEN)).astype(dtype),
         f"{prefix}layers.0.input_layernorm.weight": random.normal(size=HIDDEN).astype(dtype),
         f"{prefix}norm.weight": random.normal(1, 0.2, size=HIDDEN).astype(dtype),
-        f"{prefix.removesuffix('model.')}lm_head.weight": random.normal(size=(VOCABULARY, HIDDEN)).astype(dtype),
+        f"{outside}lm_head.weight": random.normal(size=(VOCABULARY, HIDDEN)).astype(dtype),
     }
 
 
@@ -98,7 +99,6 @@ def test_facts(tmp_path: Path) -> None:
         context_length=512,
         norm_eps=1e-5,
         tied_embeddings=False,
-        quantized=False,
         logit_softcap=None,
         logit_scale=1.0,
     )
@@ -120,14 +120,6 @@ def test_facts_of_a_model_with_a_text_config(tmp_path: Path) -> None:
 def test_tied_embeddings_may_be_said_outside_the_text_config(outer: dict[str, bool], tied: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], "text_config": CONFIG, **outer}))
     assert read_model_facts(tmp_path).tied_embeddings is tied
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_quantized(inside: bool, tmp_path: Path) -> None:
-    quantization = {"quantization_config": {"quant_method": "compressed-tensors"}}
-    text, outer = ({**CONFIG, **quantization}, {}) if inside else (CONFIG, quantization)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], "text_config": text, **outer}))
-    assert read_model_facts(tmp_path).quantized
 
 
 def test_no_config(tmp_path: Path) -> None:

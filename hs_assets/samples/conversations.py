@@ -18,6 +18,11 @@ _ROLES = {
     "gpt": "assistant",
 }
 
+# What would change the text that the model sees, or what is trained on, if it were read.
+_UNREAD_BESIDE_TURNS = ("tools", "system", "functions")
+_UNREAD_IN_A_TURN = ("tool_calls", "reasoning_content", "function_call")
+_WEIGHTS = ("weight", "loss_weight")
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -71,6 +76,9 @@ def parse_row(raw: bytes) -> Conversation | Tokenized | Dropped:
     turns = row.get("messages", row.get("conversations"))
     if not isinstance(turns, list):
         return Dropped("unknown_format", f"neither messages nor conversations nor input_ids among {sorted(row)[:8]}")
+    unread = sorted(key for key in _UNREAD_BESIDE_TURNS if row.get(key))
+    if unread:
+        return Dropped("unknown_format", f"{', '.join(unread)} beside the turns, which is not read yet")
     return _conversation(turns)
 
 
@@ -82,7 +90,7 @@ def _tokenized(row: dict[str, Any]) -> Tokenized | Dropped:
 
 
 def _ints(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(isinstance(item, int) for item in value)
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def _conversation(turns: list[Any]) -> Conversation | Dropped:
@@ -100,12 +108,14 @@ def _conversation(turns: list[Any]) -> Conversation | Dropped:
 def _message(turn: Any, where: str) -> Message | Dropped:
     if not isinstance(turn, dict):
         return Dropped("unknown_format", f"{where} is no object")
-    extra = sorted(key for key in ("tool_calls", "reasoning_content", "tools") if turn.get(key))
-    if extra:
-        return Dropped("unknown_format", f"{where} has {', '.join(extra)}, which is not read yet")
+    unread = sorted(key for key in _UNREAD_IN_A_TURN if turn.get(key))
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or role not in _ROLES:
         return Dropped("unknown_role", f"{where}: {role!r}")
+    if _ROLES[role] == "assistant":
+        unread += sorted(key for key in _WEIGHTS if turn.get(key, 1) != 1)
+    if unread:
+        return Dropped("unknown_format", f"{where} has {', '.join(unread)}, which is not read yet")
     if not isinstance(content, str):
         return Dropped("unknown_format", f"{where}: content is a {type(content).__name__}, not a string")
     if not content.strip():

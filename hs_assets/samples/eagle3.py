@@ -11,7 +11,7 @@ import numpy as np
 
 from hs_assets.errors import WireError
 from hs_assets.samples.prompts import Prompt
-from hs_assets.wire.dump import HEADER_BYTES, read_layout
+from hs_assets.wire.dump import HEADER_BYTES, DumpLayout, read_layout, token_sha256
 from hs_assets.wire.records import AnswerRecord, CommitRecord
 from hs_assets.wire.spool import DumpFiles
 
@@ -38,25 +38,25 @@ class CapturedSample:
 
 
 def load_sample(prompt: Prompt, files: DumpFiles) -> CapturedSample:
-    """Map a committed dump and check that its bytes are those that the server wrote.
+    """Map a committed dump and check that it is what its records say, byte for byte.
 
     Raises:
-        WireError: the dump is not committed, not of this version, cut, or its checksums differ.
+        WireError: the dump is not committed, not of this version, cut, or another one than its records describe.
     """
     commit, answer = CommitRecord.read(files.commit), AnswerRecord.read(files.answer)
     layout = read_layout(files.data)
     with files.data.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    view = memoryview(data)
-    states, ids = view[HEADER_BYTES : layout.token_ids_offset], view[layout.token_ids_offset : layout.file_bytes]
-    crc32s = zlib.crc32(states), zlib.crc32(ids)
-    if crc32s != (commit.hidden_states_crc32, commit.token_ids_crc32):
-        raise WireError(
-            "the checksums of a dump differ from those in its commit record",
-            where=files.data,
-            expected=f"{commit.hidden_states_crc32}, {commit.token_ids_crc32}",
-            got=crc32s,
-        )
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    states, ids = data[HEADER_BYTES : layout.token_ids_offset], data[layout.token_ids_offset : layout.file_bytes]
+    claimed = DumpLayout(commit.tokens, commit.residual_ids, commit.hidden_size, commit.dtype)
+    same_header = data[:HEADER_BYTES] == claimed.header(files.rid) and {commit.rid, answer.rid} == {files.rid}
+    if not same_header or commit.bytes != layout.file_bytes:
+        raise WireError("a dump is not what its records say", where=files.data, expected=commit, got=(layout, answer.rid))
+    sums = (zlib.crc32(states), zlib.crc32(ids), token_sha256(ids))
+    recorded = (commit.hidden_states_crc32, commit.token_ids_crc32, commit.token_sha256)
+    if sums != recorded:
+        problem = "the checksums of a dump differ from those in its commit record"
+        raise WireError(problem, where=files.data, expected=recorded, got=sums)
     shape = (layout.tokens, len(layout.residual_ids), layout.hidden_size)
     return CapturedSample(
         prompt, commit, answer, np.frombuffer(ids, "<i4"), np.frombuffer(states, DTYPES[layout.dtype]).reshape(shape)

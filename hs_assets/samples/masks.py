@@ -15,7 +15,7 @@ from itertools import pairwise
 from hs_assets.samples.conversations import Dropped, Message, Tokenized
 from hs_assets.samples.tokenizer import ChatTokenizer
 
-_EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+_EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,25 @@ def tokenize_conversation(messages: Sequence[Message], tokenizer: ChatTokenizer)
 def render(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
     """The template's text with its supervised spans."""
     try:
-        if tokenizer.marks_generation:
-            text, marked = tokenizer.render_marked(messages)
-            return (
-                Rendered(text, tuple(marked)) if marked else Dropped("mask_unsure", "the template's generation marks are empty")
-            )
-        return _by_prefixes(messages, tokenizer)
+        return _by_marks(messages, tokenizer) if tokenizer.marks_generation else _by_prefixes(messages, tokenizer)
     except Exception as error:  # a template raises what it likes on messages it refuses
         return Dropped("template_error", f"{type(error).__name__}: {error}")
+
+
+def _by_marks(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    text, spans = tokenizer.render_marked(messages)
+    if not spans:
+        return Dropped("mask_unsure", "the template's generation marks are empty")
+    answers = iter([message.content.strip() for message in messages if message.role == "assistant"])
+    for start, end in spans:
+        words = text[start:end]
+        for token in tokenizer.special_tokens:
+            words = words.replace(token, "")
+        words = words.strip()
+        # A template may leave out the thinking of earlier turns, and so render a part of an answer.
+        if not any(answer in words or (words and words in answer) for answer in answers):
+            return Dropped("mask_unsure", "what the template marks is not the answers, one after another")
+    return Rendered(text, tuple(spans))
 
 
 def _by_prefixes(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
@@ -66,24 +77,44 @@ def _by_prefixes(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rende
     return Rendered(text, tuple(spans))
 
 
-def _generated(through: str, start: int, content: str, special_tokens: Sequence[str]) -> tuple[int, int] | None:
-    """The span of a turn: from the generation prompt, without an empty thinking scaffold, through the first special token."""
-    content = content.strip()
-    scaffold = _EMPTY_THINKING.match(through, start)
-    if scaffold is not None and not _EMPTY_THINKING.match(content):
-        start = scaffold.end()
-    found = through.find(content, start)
-    if found < 0 or through[start:found].strip():
+def _generated(through: str, prompt_end: int, content: str, special_tokens: Sequence[str]) -> tuple[int, int] | None:
+    """The span of a turn: from the generation prompt through the special tokens that end the answer.
+
+    An empty thinking scaffold before the answer is the template's, and left out.
+    """
+    scaffold = _EMPTY_THINKING.match(through, prompt_end)
+    is_scaffold = scaffold is not None and not _EMPTY_THINKING.match(content)
+    first = scaffold.end() if scaffold is not None and is_scaffold else prompt_end
+    words = content if _follows(through, first, content) else content.strip()
+    found = through.find(words, first)
+    if found < 0 or through[first:found].strip():
         return None
-    end = found + len(content)
-    stop = end + len(through[end:]) - len(through[end:].lstrip())
-    token = next((token for token in special_tokens if through.startswith(token, stop)), None)
-    return None if token is None else (start, stop + len(token))
+    answer_end = found + len(words)
+    stop = end = answer_end + len(through[answer_end:]) - len(through[answer_end:].lstrip())
+    while token := next((token for token in special_tokens if through.startswith(token, end)), None):
+        end += len(token)
+    return None if end == stop else (found if is_scaffold else prompt_end, end)
+
+
+def _follows(text: str, start: int, words: str) -> bool:
+    """Whether `words` come next in `text`, after white space at most."""
+    found = text.find(words, start)
+    return found >= 0 and not text[start:found].strip()
 
 
 def _tokenize(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
-    if tokenizer.has_offsets:
-        return _tokenize_by_offsets(rendered, tokenizer)
+    made = _by_offsets(rendered, tokenizer) if tokenizer.has_offsets else _by_pieces(rendered, tokenizer)
+    if isinstance(made, Dropped):
+        return made
+    supervised = [i for i, flag in zip(made.input_ids, made.loss_mask, strict=True) if flag]
+    wanted, got = "".join(rendered.text[a:b] for a, b in rendered.spans), tokenizer.decode(supervised)
+    if tokenizer.decode(made.input_ids) != rendered.text:  # a tokenizer that adds or drops spaces as it decodes
+        wanted, got = "".join(wanted.split()), "".join(got.split())
+    return made if wanted == got else Dropped("mask_unsure", "the supervised tokens do not decode to the answers")
+
+
+def _by_pieces(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
+    """Without offsets: encode what is supervised and what is not apart, if that gives the ids of the whole."""
     ids: list[int] = []
     mask: list[bool] = []
     bounds = [0, *(bound for span in rendered.spans for bound in span), len(rendered.text)]
@@ -96,7 +127,7 @@ def _tokenize(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropp
     return Tokenized(tuple(ids), tuple(mask))
 
 
-def _tokenize_by_offsets(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
+def _by_offsets(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
     ids, offsets = tokenizer.encode_with_offsets(rendered.text)
     mask = [False] * len(ids)
     spans = iter(rendered.spans)

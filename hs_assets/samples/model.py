@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hs_assets.errors import ConfigError
+from hs_assets.errors import ConfigError, WireError
 from hs_assets.wire.dump import read_safetensors_header
 
 _RMS_NORM_CLASSES = frozenset(
@@ -45,7 +45,6 @@ class ModelFacts:
     context_length: int
     norm_eps: float
     tied_embeddings: bool
-    quantized: bool
     logit_softcap: float | None
     logit_scale: float
 
@@ -59,6 +58,10 @@ class Head:
     softcap: float | None
     scale: float
     _matrix: np.ndarray
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._matrix)
 
     def logits(self, state: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Logits float32 [n] of the ids [n] after a token whose final pre-norm state is `state` [H].
@@ -77,10 +80,13 @@ def read_model_facts(path: Path) -> ModelFacts:
     Raises:
         ConfigError: no config.json there, or one without the usual fields.
     """
+    file = path / "config.json"
+    remedy = "check model.path"
     try:
-        outer = json.loads((path / "config.json").read_text())
-        text: dict[str, Any] = outer.get("text_config") or outer
-        return ModelFacts(
+        outer = json.loads(file.read_text())
+        text = outer.get("text_config") or outer
+        softcap = text.get("final_logit_softcapping")
+        facts = ModelFacts(
             path=path,
             model_class=outer["architectures"][0],
             num_layers=text["num_hidden_layers"],
@@ -89,14 +95,17 @@ def read_model_facts(path: Path) -> ModelFacts:
             context_length=text["max_position_embeddings"],
             norm_eps=float(text.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
-            quantized="quantization_config" in text or "quantization_config" in outer,
-            logit_softcap=text.get("final_logit_softcapping"),
+            logit_softcap=None if softcap is None else float(softcap),
             logit_scale=float(text.get("logit_scale", 1.0)),
         )
     except OSError as error:
-        raise ConfigError("the model's config.json cannot be read", where=path, got=error, remedy="check model.path") from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError("the model's config.json lacks what is needed", where=path / "config.json", got=repr(error)) from error
+        raise ConfigError("the model's config.json cannot be read", where=path, got=error, remedy=remedy) from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ConfigError("the model's config.json lacks what is needed", where=file, got=repr(error), remedy=remedy) from error
+    for name in ("num_layers", "hidden_size", "vocab_size", "context_length"):
+        if type(value := getattr(facts, name)) is not int or value <= 0:
+            raise ConfigError("the model's config.json lacks a size", where=file, got=f"{name} = {value!r}", remedy=remedy)
+    return facts
 
 
 @functools.lru_cache(maxsize=4)
@@ -104,16 +113,15 @@ def load_head(facts: ModelFacts) -> Head | str:
     """The final norm and head of a checkpoint, or why the `logprob` rule cannot use them."""
     if facts.model_class not in _RMS_NORM_CLASSES:
         return f"the final norm of {facts.model_class} is not known here"
-    tensors = _tensors(facts.path)
-    norm = next((name for name in tensors if name.endswith("model.norm.weight") or name == "norm.weight"), None)
-    head_suffix = "embed_tokens.weight" if facts.tied_embeddings else "lm_head.weight"
-    head = next((name for name in tensors if name.endswith(head_suffix)), None)
-    if norm is None or head is None:
-        return f"the checkpoint has no final norm or no {head_suffix}"
-    norm_weight, matrix = _map(tensors[norm], norm), _map(tensors[head], head)
-    if norm_weight is None or matrix is None or matrix.shape != (facts.vocab_size, facts.hidden_size):
-        return "the final norm or the head is quantised or of another shape"
-    return Head(norm_weight.astype(np.float32), facts.norm_eps, facts.logit_softcap, facts.logit_scale, matrix)
+    try:
+        tensors = _tensors(facts.path)
+        head, norm = _head_names(tensors, facts.tied_embeddings)
+        matrix, weight = _map(tensors[head], head), _map(tensors[norm], norm)
+    except (OSError, ValueError, KeyError, WireError) as error:
+        return f"the checkpoint has no final norm and head that can be read: {error!r}"
+    if matrix.shape != (facts.vocab_size, facts.hidden_size) or weight.shape != (facts.hidden_size,):
+        return f"the head and the final norm have the shapes {matrix.shape} and {weight.shape}"
+    return Head(weight.astype(np.float32), facts.norm_eps, facts.logit_softcap, facts.logit_scale, matrix)
 
 
 def shard_files(path: Path) -> list[Path]:
@@ -129,11 +137,24 @@ def _tensors(path: Path) -> dict[str, Path]:
     return {name: file for file in shard_files(path) for name in read_safetensors_header(file)[0] if name != "__metadata__"}
 
 
-def _map(file: Path, name: str) -> np.ndarray | None:
-    """A tensor mapped from its file, or None if its dtype is not a plain float."""
+def _head_names(tensors: dict[str, Path], tied: bool) -> tuple[str, str]:
+    """Names of the output head (or the embedding it is tied to) and of the final norm, which lies beside the embedding."""
+    embeddings = [name for name in tensors if name.rpartition("embed_tokens.weight")[1] and _norm_beside(name) in tensors]
+    heads = embeddings if tied else [name for name in tensors if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    if not heads or not embeddings:
+        raise KeyError("lm_head.weight, or embed_tokens.weight with norm.weight beside it")
+    return min(heads, key=len), _norm_beside(min(embeddings, key=len))
+
+
+def _norm_beside(embedding: str) -> str:
+    return embedding.removesuffix("embed_tokens.weight") + "norm.weight"
+
+
+def _map(file: Path, name: str) -> np.ndarray:
+    """A tensor mapped from its file; raises ValueError if its dtype is not a plain float."""
     header, start = read_safetensors_header(file)
     entry: Any = header[name]
     if entry["dtype"] not in _DTYPES:
-        return None
+        raise ValueError(f"{name} is quantised: {entry['dtype']}")
     first, _ = entry["data_offsets"]
     return np.memmap(file, _DTYPES[entry["dtype"]], "r", start + first, tuple(entry["shape"]))

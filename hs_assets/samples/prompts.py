@@ -86,9 +86,16 @@ def make_partition(
         for number, row in enumerate(rows)
     )
     facts = (PROMPTS_VERSION, tokenizer.template_sha256, tokenizer.tokenizer_sha256, limits.max_tokens, limits.vocab_size)
-    identity = json.dumps([facts, [(row.sha256, row.duplicate_of) for row in rows]])
+    # The prompts themselves too: a template may look at the clock.
+    identity = json.dumps([facts, [(row.source_sha256, _identity(row.content)) for row in made]])
     version = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, made)
+
+
+def _identity(content: Prompt | Dropped) -> tuple[str, str]:
+    if isinstance(content, Dropped):
+        return content.reason, content.detail
+    return content.token_sha256, hashlib.sha256(content.loss_mask.tobytes()).hexdigest()
 
 
 def _make(number: int, row: SourceRow, tokenizer: ChatTokenizer, limits: PromptLimits) -> Prompt | Dropped:

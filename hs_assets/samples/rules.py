@@ -110,8 +110,9 @@ def logprob(sample: CapturedSample, expected: Expected) -> Violation | str | Non
     """The last final state reproduces the server's own logprobs: the right layer, norm, alignment and sample."""
     if isinstance(expected.head, str):
         return NOT_APPLICABLE
-    if len(sample.answer.top_logprobs) < 2:
-        return Violation("logprob", f"the server gave {len(sample.answer.top_logprobs)} logprobs")
+    ids = [token for _, token in sample.answer.top_logprobs]
+    if len(ids) < 2 or not all(0 <= token < expected.head.vocab_size for token in ids):
+        return Violation("logprob", f"the server gave {len(ids)} logprobs, for ids {ids} of {expected.head.vocab_size}")
     difference = logprob_difference(sample, expected.head)
     if difference <= expected.logprob_tolerance:
         return None
@@ -200,6 +201,7 @@ def _float(states: np.ndarray) -> np.ndarray:
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Cosine along the last axis; 1 where both are zero."""
-    norms = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
-    return np.where(norms == 0, 1.0, (one * other).sum(axis=-1) / np.maximum(norms, np.finfo(np.float32).tiny))
+    """Cosine along the last axis; 1 where both are zero, 0 where one is."""
+    ours, theirs = np.linalg.norm(one, axis=-1), np.linalg.norm(other, axis=-1)
+    cosine = (one * other).sum(axis=-1) / np.maximum(ours * theirs, np.finfo(np.float32).tiny)
+    return np.where((ours == 0) & (theirs == 0), 1.0, cosine)

@@ -20,6 +20,7 @@ from hs_assets.wire.records import write_atomic
 
 INDEX_VERSION = 1
 _BYTES_PER_TOKEN = 4
+_ROW_GROUP = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceIndex:
-    """What is known of a source: ``starts`` are the first rows of its partitions."""
+    """What is known of a source: ``starts`` are the first rows of its partitions, ``repeats`` other sources it repeats."""
 
     version: int
     path: str
@@ -60,6 +61,7 @@ class SourceIndex:
     partition_rows: int
     partition_tokens: int
     starts: tuple[int, ...]
+    repeats: tuple[str, ...]
 
 
 def partition_key(source: str, number: int) -> str:
@@ -74,13 +76,17 @@ def refresh(folder: Path, sources: Sequence[Source], partitioning: Partitioning)
         PromptError: a source cannot be read, or the index was made with another partitioning.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    indexes = {}
+    indexes, rebuilt = {}, set()
     for source in sources:
         index = _current(folder, source, partitioning)
         if index is None:
-            others = [other for other in sources if other != source and _read_index(folder, other) is not None]
-            index = _build(folder, source, partitioning, _first_rows(folder, others))
+            rebuilt.add(source.name)
+            index = _build(folder, source, partitioning, sources)
         indexes[source.name] = index
+    for source in sources:  # a row that repeated one which is gone is not a repetition any more
+        named = set(indexes[source.name].repeats)
+        if named and (named & rebuilt or not named <= indexes.keys()) and not _repeats_hold(folder, source, sources):
+            indexes[source.name] = _build(folder, source, partitioning, sources)
     return indexes
 
 
@@ -95,29 +101,40 @@ def read_partition(folder: Path, source: Source, key: str) -> list[SourceRow]:
     Raises:
         PromptError: there is no such partition, or the file changed since the index was made.
     """
+    index = _read_index(folder, source)
+    numbers = {partition_key(source.name, number): number for number in range(len(index.starts))} if index else {}
+    if index is None or key not in numbers:
+        remedy = "reload the definitions, which reads the sources again"
+        raise PromptError("no such partition in the index", where=key, expected=f"a partition of {source.name}", remedy=remedy)
+    start, end = index.starts[numbers[key]], (*index.starts[1:], index.rows)[numbers[key]]
+    rows = []
+    try:
+        with source.path.open("rb") as file:
+            for line, (offset, size, sha256, duplicate_of) in enumerate(_entries(folder, source, start, end), start):
+                file.seek(offset)
+                rows.append(SourceRow(line, file.read(size), sha256, duplicate_of))
+    except OSError as error:
+        raise _changed(source, "the file") from error
+    for row in rows:
+        if hashlib.sha256(row.raw).hexdigest() != row.sha256:
+            raise _changed(source, f"row {row.number}")
+    return rows
+
+
+def _changed(source: Source, what: str) -> PromptError:
+    remedy = "reload the definitions, then materialise prompts again"
+    return PromptError("a source changed since it was indexed", where=f"{source.path}, {what}", remedy=remedy)
+
+
+def _entries(folder: Path, source: Source, start: int, end: int) -> Iterator[tuple[int, int, str, str | None]]:
+    """Offset, bytes, sha256 and repeated row of the rows `start` to `end`."""
     import pyarrow.parquet as pq
 
-    index = _read_index(folder, source)
-    number = int(key.removeprefix(f"{source.name}-"))
-    if index is None or not 0 <= number < len(index.starts):
-        raise PromptError(
-            "no such partition in the index", where=key, remedy="reload the definitions, which reads the sources again"
-        )
-    ends = (*index.starts[1:], index.rows)
-    table = pq.read_table(folder / f"{source.name}.parquet").slice(index.starts[number], ends[number] - index.starts[number])
-    rows = []
-    with source.path.open("rb") as file:
-        for line, entry in enumerate(table.to_pylist(), index.starts[number]):
-            file.seek(entry["offset"])
-            raw = file.read(entry["bytes"])
-            if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
-                raise PromptError(
-                    "a source changed since it was indexed",
-                    where=f"{source.path}, row {line}",
-                    remedy="reload the definitions, then materialise prompts again",
-                )
-            rows.append(SourceRow(line, raw, entry["sha256"], entry["duplicate_of"]))
-    return rows
+    groups = range(start // _ROW_GROUP, (end - 1) // _ROW_GROUP + 1)
+    with pq.ParquetFile(_table(folder, source)) as file:
+        table = file.read_row_groups(list(groups)).slice(start - groups.start * _ROW_GROUP, end - start)
+    for entry in table.to_pylist():
+        yield entry["offset"], entry["bytes"], entry["sha256"], entry["duplicate_of"]
 
 
 def _current(folder: Path, source: Source, partitioning: Partitioning) -> SourceIndex | None:
@@ -127,6 +144,8 @@ def _current(folder: Path, source: Source, partitioning: Partitioning) -> Source
         stat = source.path.stat()
     except OSError as error:
         raise PromptError("a source cannot be read", where=source.path, got=error, remedy="check prompts.sources") from error
+    if not source.path.is_file():
+        raise PromptError("a source cannot be read", where=source.path, expected="a JSONL file", remedy="check prompts.sources")
     if index is None:
         return None
     if (index.partition_rows, index.partition_tokens) != (partitioning.rows, partitioning.tokens):
@@ -146,30 +165,47 @@ def _read_index(folder: Path, source: Source) -> SourceIndex | None:
     if not path.exists():
         return None
     fields = json.loads(path.read_text())
-    if fields.get("version") != INDEX_VERSION:
+    if (version := fields.get("version")) != INDEX_VERSION:
         raise PromptError(
-            "a source index of another version", where=path, expected=INDEX_VERSION, got=fields.get("version"), remedy="delete it"
+            "a source index of another version", where=path, expected=INDEX_VERSION, got=version, remedy="delete it"
         )
-    return SourceIndex(**{**fields, "starts": tuple(fields["starts"])})
+    return SourceIndex(**{**fields, "starts": tuple(fields["starts"]), "repeats": tuple(fields["repeats"])})
+
+
+def _table(folder: Path, source: Source) -> Path:
+    return folder / f"{source.name}.parquet"
+
+
+def _hashes(folder: Path, source: Source) -> tuple[list[str], list[str | None]]:
+    """For each row its sha256, and the row that it repeats."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(_table(folder, source), columns=["sha256", "duplicate_of"])
+    return table["sha256"].to_pylist(), table["duplicate_of"].to_pylist()
+
+
+def _repeats_hold(folder: Path, source: Source, sources: Sequence[Source]) -> bool:
+    """Whether each row that repeats another still does, and that other row repeats none."""
+    first_of = _first_rows(folder, sources)
+    return all(repeats is None or first_of.get(sha) == repeats for sha, repeats in zip(*_hashes(folder, source), strict=True))
 
 
 def _first_rows(folder: Path, sources: Sequence[Source]) -> dict[str, str]:
     """sha256 of each row that repeats no other → where it stands."""
-    import pyarrow.parquet as pq
-
     first_of: dict[str, str] = {}
     for source in sources:
-        table = pq.read_table(folder / f"{source.name}.parquet", columns=["sha256", "duplicate_of"])
-        columns = zip(table["sha256"].to_pylist(), table["duplicate_of"].to_pylist(), strict=True)
-        first_of |= {sha: f"{source.name}:{number}" for number, (sha, repeats) in enumerate(columns) if repeats is None}
+        columns = enumerate(zip(*_hashes(folder, source), strict=True))
+        first_of |= {sha: f"{source.name}:{number}" for number, (sha, repeats) in columns if repeats is None}
     return first_of
 
 
-def _build(folder: Path, source: Source, partitioning: Partitioning, first_of: dict[str, str]) -> SourceIndex:
-    """Read the whole source once. `first_of` says where rows of the other sources stand; empty rows repeat nothing."""
+def _build(folder: Path, source: Source, partitioning: Partitioning, sources: Sequence[Source]) -> SourceIndex:
+    """Read the whole source once, and note which rows repeat one of any source; empty rows repeat nothing."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    others = [other for other in sources if other != source and _read_index(folder, other) is not None]
+    first_of = _first_rows(folder, others)
     stat = source.path.stat()
     offsets: list[int] = []
     sizes: list[int] = []
@@ -199,8 +235,9 @@ def _build(folder: Path, source: Source, partitioning: Partitioning, first_of: d
         }
     )
     temporary = folder / f".{source.name}.parquet.tmp"
-    pq.write_table(table, temporary)
-    temporary.replace(folder / f"{source.name}.parquet")
+    pq.write_table(table, temporary, row_group_size=_ROW_GROUP)
+    temporary.replace(_table(folder, source))
+    named = {repeated.rpartition(":")[0] for repeated in repeats if repeated} - {source.name}
     index = SourceIndex(
         INDEX_VERSION,
         str(source.path),
@@ -210,6 +247,7 @@ def _build(folder: Path, source: Source, partitioning: Partitioning, first_of: d
         partitioning.rows,
         partitioning.tokens,
         tuple(starts),
+        tuple(sorted(named)),
     )
     write_atomic(folder / f"{source.name}.json", json.dumps(asdict(index)))
     return index

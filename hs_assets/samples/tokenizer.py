@@ -98,11 +98,11 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> ChatToken
     logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # transformers and tokenizers raise whatever a broken file makes them stumble over
         raise PromptError(
             "the model's tokenizer cannot be loaded",
             where=model,
-            got=error,
+            got=repr(error),
             remedy="check model.path; a tokenizer that is Python code needs model.trust_remote_code = true",
         ) from error
     if not isinstance(tokenizer.chat_template, str):
