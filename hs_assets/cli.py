@@ -101,6 +101,9 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
         captured, seconds = sum(one.tokens for one in outcomes), sum(one.seconds for one in outcomes)
         speed = f"{captured / seconds:,.0f} tokens/s captured now" if captured else "nothing had to be captured"
         console.print(f"{len(view)} samples, {tokens:,} tokens, {size:,} bytes of states in {project.store_path}; {speed}")
+        own, other = max(one.own_logprob for one in outcomes), min(one.other_logprob for one in outcomes)
+        if captured and own:
+            console.print(f"logprob rule: differences of own states at most {own:.3f}, of another sample's at least {other:.3f}")
         console.print(lineage_tree(lineage(*view.entries[0])))
     console.print(_next_steps(project, view.entries[0][1].sample_id if len(view) else None), markup=False)
     sys.exit(1 if any(outcome.problem for outcome in outcomes) else 0)

@@ -1,5 +1,6 @@
 """The demo: every partition through a real Dagster instance, so that ``dagster dev`` shows them afterwards."""
 
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,7 @@ from pathlib import Path
 import dagster as dg
 
 from hs_assets.config import Home, Project, read_preset
-from hs_assets.defs.extraction import RAW_DUMPS
+from hs_assets.defs.extraction import OTHER_LOGPROB, OWN_LOGPROB, RAW_DUMPS, SAMPLES
 from hs_assets.errors import ConfigError, EngineError, ExtractionError
 from hs_assets.extraction.plan import make_plan
 from hs_assets.samples.prompts import table_path
@@ -57,12 +58,17 @@ def prepare(project: Project, say: Say) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a partition: ``problem`` says why it is not complete. Tokens and seconds of what was captured."""
+    """What became of a partition: ``problem`` says why it is not complete.
+
+    Tokens and seconds of what was captured; the logprob differences of its own states and of other samples' (see the rule).
+    """
 
     partition: str
     problem: str | None
-    tokens: int
-    seconds: float
+    tokens: int = 0
+    seconds: float = 0.0
+    own_logprob: float = 0.0
+    other_logprob: float = math.inf
 
 
 def materialize(project: Project, defs: dg.Definitions, say: Say) -> Iterator[Outcome]:
@@ -93,15 +99,22 @@ def _needs_server(project: Project, target: Target, key: str) -> bool:
 
 
 def _outcome(key: str, result: dg.ExecuteInProcessResult) -> Outcome:
-    problem = _problem(result)
-    made = (
-        next((m for m in result.asset_materializations_for_node("extraction") if m.asset_key == RAW_DUMPS), None)
-        if problem is None
-        else None
+    if problem := _problem(result):
+        return Outcome(key, problem)
+    made = {event.asset_key: event.metadata for event in result.asset_materializations_for_node("extraction")}
+
+    def number(asset: dg.AssetKey, label: str, default: float) -> float:
+        entry = made[asset].get(label)
+        return default if entry is None else float(str(entry.value))
+
+    return Outcome(
+        key,
+        None,
+        tokens=int(number(RAW_DUMPS, "captured tokens", 0)),
+        seconds=number(RAW_DUMPS, "seconds of capture", 0),
+        own_logprob=number(SAMPLES, OWN_LOGPROB, 0),
+        other_logprob=number(SAMPLES, OTHER_LOGPROB, math.inf),
     )
-    metadata = made.metadata if made else {}
-    tokens, seconds = metadata.get("captured tokens"), metadata.get("seconds of capture")
-    return Outcome(key, problem, int(str(tokens.value)) if tokens else 0, float(str(seconds.value)) if seconds else 0.0)
 
 
 def _problem(result: dg.ExecuteInProcessResult) -> str | None:

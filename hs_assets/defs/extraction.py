@@ -6,6 +6,7 @@ fails both assets, its checks are stored, and running it again asks the server f
 """
 
 import hashlib
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -19,6 +20,9 @@ from hs_assets.store.manifest import Manifest
 
 PROMPTS, RAW_DUMPS, SAMPLES = dg.AssetKey("prompts"), dg.AssetKey("raw_dumps"), dg.AssetKey("eagle3_samples")
 POOL = "sglang"
+OWN_LOGPROB, OTHER_LOGPROB = "largest logprob difference", "smallest logprob difference of another sample"
+"""Metadata of `eagle3_samples`: how far the `logprob` rule was from failing, and from passing a mix-up."""
+
 _LEDGER, _RULES = "ledger", "rules"
 
 _RAW_DESCRIPTION = """Hidden states as the patched SGLang server wrote them to its spool in /dev/shm, one file a sample.
@@ -168,7 +172,8 @@ def _sample_metadata(report: Report, store: str) -> dict[str, dg.MetadataValue]:
         metadata[f"norm of residual {residual_id}"] = dg.FloatMetadataValue(norm)
     if intake is not None and intake.generations:
         metadata["new bytes"] = dg.IntMetadataValue(intake.stored_bytes)
-        metadata["largest logprob difference"] = dg.FloatMetadataValue(round(intake.validator.worst_logprob, 4))
+        differences = {OWN_LOGPROB: intake.validator.worst_logprob, OTHER_LOGPROB: intake.validator.nearest_logprob}
+        metadata |= {name: dg.FloatMetadataValue(round(value, 4)) for name, value in differences.items() if math.isfinite(value)}
         metadata["rows compared by shared prefix"] = dg.IntMetadataValue(intake.validator.shared_prefix.rows_compared)
     return metadata
 

@@ -93,17 +93,18 @@ def finite(sample: CapturedSample, _: Expected) -> Violation | None:
     return Violation("finite", f"{int(bad.sum())} values are NaN or infinite, the first at token {token}, slot {slot}")
 
 
-def logprob_difference(sample: CapturedSample, head: Head) -> float:
-    """Largest difference of the centred logprobs of the likeliest next tokens: ours from the stored state, the server's."""
+def logprob_difference(sample: CapturedSample, head: Head, state: np.ndarray | None = None) -> float:
+    """Largest difference of the centred logprobs of the likeliest next tokens: ours from a final state, and the server's.
+
+    Centring takes out the unknown normaliser.
+
+    Arguments:
+        state: final state [H]; by default the sample's own last one.
+    """
     theirs = np.array([logprob for logprob, _ in sample.answer.top_logprobs], np.float32)
     ids = np.array([token for _, token in sample.answer.top_logprobs], np.int64)
-    return centred_difference(head, sample.states[-1, -1], ids, theirs)
-
-
-def centred_difference(head: Head, state: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> float:
-    """The same for any final state [H]; centring takes out the unknown normaliser."""
-    ours = head.logits(state, token_ids)
-    return float(np.abs((ours - ours.mean()) - (logprobs - logprobs.mean())).max())
+    ours = head.logits(sample.states[-1, -1] if state is None else state, ids)
+    return float(np.abs((ours - ours.mean()) - (theirs - theirs.mean())).max())
 
 
 def logprob(sample: CapturedSample, expected: Expected) -> Violation | str | None:
@@ -165,7 +166,11 @@ class Validator:
     expected: Expected
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     worst_logprob: float = 0.0
+    """Largest difference of a sample's own state: below the tolerance."""
+    nearest_logprob: float = float("inf")
+    """Smallest difference of another sample's state, the one before: how far the tolerance is from a mix-up."""
     shared_prefix: SharedPrefix = field(init=False)
+    _last_state: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.shared_prefix = SharedPrefix(self.expected)
@@ -177,8 +182,15 @@ class Validator:
                 return violation
         violation = self._count("shared_prefix", self.shared_prefix.check(sample))
         if violation is None and not isinstance(self.expected.head, str):
-            self.worst_logprob = max(self.worst_logprob, logprob_difference(sample, self.expected.head))
+            self._measure(sample, self.expected.head)
         return violation
+
+    def _measure(self, sample: CapturedSample, head: Head) -> None:
+        self.worst_logprob = max(self.worst_logprob, logprob_difference(sample, head))
+        if self._last_state is not None:
+            other = logprob_difference(sample, head, self._last_state)
+            self.nearest_logprob = min(self.nearest_logprob, other)
+        self._last_state = sample.states[-1, -1].copy()
 
     def _count(self, rule: str, outcome: Violation | str | None) -> Violation | None:
         seen = self.counts.setdefault(rule, Counter())

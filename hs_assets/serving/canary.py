@@ -20,7 +20,6 @@ from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import (
     Expected,
     Violation,
-    centred_difference,
     coverage,
     finite,
     layer_ids,
@@ -127,11 +126,8 @@ def _compare_probe(sample: CapturedSample, probe: CapturedSample, rank: int) -> 
 def _check_logprobs(samples: list[CapturedSample], head: Head, tolerance: float) -> str:
     """The rule on each sample, and how far another sample's state would have been."""
     own = [logprob_difference(sample, head) for sample in samples]
-    swapped = []
-    for sample, other in zip(samples, [*samples[1:], samples[0]], strict=True):
-        ids = np.array([token for _, token in sample.answer.top_logprobs])
-        logprobs = np.array([value for value, _ in sample.answer.top_logprobs], np.float32)
-        swapped.append(centred_difference(head, other.states[-1, -1], ids, logprobs))
+    others = [*samples[1:], samples[0]]
+    swapped = [logprob_difference(one, head, other.states[-1, -1]) for one, other in zip(samples, others, strict=True)]
     if max(own) > tolerance:
         raise _failed(Violation("logprob", f"centred logprobs differ by {max(own):.3f}, more than {tolerance}"))
     return f"logprob difference at most {max(own):.3f}, of another prompt's state at least {min(swapped):.3f}"
