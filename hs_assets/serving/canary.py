@@ -6,6 +6,7 @@ to those that an independent hook saw at the layers' input norms.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,7 +107,7 @@ def _load(prompt: Prompt, files: DumpFiles, answer: AnswerRecord, seconds: float
     outcome = wait_for_commit(files, seconds)
     if isinstance(outcome, FailureRecord):
         raise _failed(Violation(outcome.reason, outcome.detail))
-    answer.write(files.answer)
+    dataclasses.replace(answer, rid=files.rid).write(files.answer)  # one answer, for the dump and its probe
     return load_sample(prompt, files)
 
 
