@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_the_plugin_path_holds_the_package_and_nothing_else(tmp_path: Path) -> N
     result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "hs_assets.capture.plugin:register" in result.stdout
     assert str(folder) in result.stdout.splitlines()[-1]
+
+
+def test_many_may_expose_the_plugin_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda _: expose_plugin(tmp_path / "plugin"), range(100)))
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "plugin").iterdir()) == ["hs_assets", "hs_assets"]
 
 
 def test_the_wheel_brings_the_plugin_to_any_environment(tmp_path: Path, engine_python: Path) -> None:

@@ -21,7 +21,7 @@ from hs_assets.capture.points import Points, probe_layer_input
 from hs_assets.capture.transfer import StatesBatch, Transfer
 from hs_assets.capture.writers import Failed, Writers
 from hs_assets.errors import WireError
-from hs_assets.wire.rid import Kind
+from hs_assets.wire.rid import Kind, Rid, parse_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
 _AUX_ARGUMENT = 4
@@ -78,13 +78,21 @@ class Session:
                 self._fail(current, "not_captured", "the forward pass ended without states")
 
     def _begin(self, forward_batch: Any) -> _Pass | None:
-        found = segments(forward_batch.rids, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
-        ours = [(segment, self._files(segment)) for segment in found if self._rank == 0 or segment.rid.kind is Kind.CANARY]
-        return _Pass(ours, forward_batch.input_ids) if ours else None
+        """Note our requests in a batch; those of samples on rank 0 alone, those of the canary on every rank."""
+        rids = [rid for rid in map(parse_rid, forward_batch.rids) if rid and (self._rank == 0 or rid.kind is Kind.CANARY)]
+        if not rids:
+            return None
+        try:
+            found = segments(forward_batch.rids, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+            return _Pass([(one, self._files(one.rid)) for one in found if one.rid in rids], forward_batch.input_ids)
+        except Exception as error:  # the clients learn of it by their samples' failure records
+            for rid in rids:
+                self._writers.put(Failed(self._files(rid), "capture_error", repr(error)))
+            return None
 
-    def _files(self, segment: Segment) -> DumpFiles:
-        rid = str(segment.rid)
-        return self._spool.canary_dump(self._rank, rid) if segment.rid.kind is Kind.CANARY else self._spool.dump(rid)
+    def _files(self, rid: Rid) -> DumpFiles:
+        canary = rid.kind is Kind.CANARY
+        return self._spool.canary_dump(self._rank, str(rid)) if canary else self._spool.dump(str(rid))
 
     def _after_final_norm(self, _module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._pass is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped, Tokenized, parse_row
 from hs_assets.samples.masks import tokenize_conversation
-from hs_assets.samples.sources import Source, SourceRow
+from hs_assets.samples.sources import Source, SourceRow, replace_table
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets.wire.dump import token_sha256
 from hs_assets.wire.rid import sample_id
@@ -121,7 +121,6 @@ def _make(number: int, row: SourceRow, tokenizer: ChatTokenizer, limits: PromptL
 def write_partition(partition: PromptPartition, folder: Path) -> Path:
     """Write the partition's table, replacing the last one all at once; returns its path."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     kept = [row.content if isinstance(row.content, Prompt) else None for row in partition.rows]
     dropped = [row.content if isinstance(row.content, Dropped) else None for row in partition.rows]
@@ -148,9 +147,7 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = table_path(folder, partition.key)
-    temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    replace_table(path, table)
     return path
 
 

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hs_assets.errors import PromptError
 from hs_assets.wire.records import write_atomic
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 INDEX_VERSION = 1
 _BYTES_PER_TOKEN = 4
@@ -137,6 +142,15 @@ def _entries(folder: Path, source: Source, start: int, end: int) -> Iterator[tup
         yield entry["offset"], entry["bytes"], entry["sha256"], entry["duplicate_of"]
 
 
+def replace_table(path: Path, table: pa.Table) -> None:
+    """Write a Parquet file, so that a reader finds the old one or the new one, whoever else writes it too."""
+    import pyarrow.parquet as pq
+
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    pq.write_table(table, temporary, row_group_size=_ROW_GROUP)
+    temporary.replace(path)
+
+
 def _current(folder: Path, source: Source, partitioning: Partitioning) -> SourceIndex | None:
     """The index on disk, if it still describes the file."""
     index = _read_index(folder, source)
@@ -202,7 +216,6 @@ def _first_rows(folder: Path, sources: Sequence[Source]) -> dict[str, str]:
 def _build(folder: Path, source: Source, partitioning: Partitioning, sources: Sequence[Source]) -> SourceIndex:
     """Read the whole source once, and note which rows repeat one of any source; empty rows repeat nothing."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     others = [other for other in sources if other != source and _read_index(folder, other) is not None]
     first_of = _first_rows(folder, others)
@@ -234,9 +247,7 @@ def _build(folder: Path, source: Source, partitioning: Partitioning, sources: Se
             "duplicate_of": pa.array(repeats, pa.string()),
         }
     )
-    temporary = folder / f".{source.name}.parquet.tmp"
-    pq.write_table(table, temporary, row_group_size=_ROW_GROUP)
-    temporary.replace(_table(folder, source))
+    replace_table(_table(folder, source), table)
     named = {repeated.rpartition(":")[0] for repeated in repeats if repeated} - {source.name}
     index = SourceIndex(
         INDEX_VERSION,

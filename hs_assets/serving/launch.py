@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from hs_assets.serving import engine
 from hs_assets.serving.spec import StateSpec, state_spec
 from hs_assets.serving.state import LaunchPlan, ServerFolder
 from hs_assets.wire.layers import LayerSet
+from hs_assets.wire.records import write_atomic
 from hs_assets.wire.source import source_hash
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -148,9 +150,8 @@ def expose_plugin(folder: Path) -> Path:
     info = folder / f"hs_assets-{distribution.version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     for name in ("METADATA", "entry_points.txt"):
-        (info / name).write_text(distribution.read_text(name) or "")
-    link, package = folder / "hs_assets", Path(__file__).resolve().parents[1]
-    if not link.is_symlink() or link.readlink() != package:
-        link.unlink(missing_ok=True)
-        link.symlink_to(package)
+        write_atomic(info / name, distribution.read_text(name) or "")
+    link = folder / f".hs_assets.{secrets.token_hex(4)}"  # renamed into place: others may be at the same
+    link.symlink_to(Path(__file__).resolve().parents[1])
+    link.replace(folder / "hs_assets")
     return folder

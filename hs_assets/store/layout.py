@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def create(root: Path) -> StorePaths:
     if not (root / "zarr.json").exists():
         root.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {_ATTRIBUTE: STORE_VERSION}}, indent=2)
-        temporary = root / f".zarr.json.{os.getpid()}.tmp"
+        temporary = root / f".zarr.json.{secrets.token_hex(4)}.tmp"
         temporary.write_text(text)
         temporary.replace(root / "zarr.json")
     return check(root)
@@ -88,7 +89,7 @@ def array_name(residual_id: int, final: int) -> str:
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that it is there whole, also after a power cut, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import types
 import typing
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ class AnswerRecord(Record):
 
 def write_atomic(path: Path, text: str) -> None:
     """Write `text` to `path`, mode 0600, so that a reader finds the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
