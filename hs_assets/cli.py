@@ -105,7 +105,7 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
         if captured and own:
             console.print(f"logprob rule: differences of own states at most {own:.3f}, of another sample's at least {other:.3f}")
         console.print(lineage_tree(lineage(*view.entries[0])))
-    console.print(_next_steps(project, view.entries[0][1].sample_id if len(view) else None), markup=False)
+    console.print(_next_steps(project, view.entries[0][1].sample_id if len(view) else None), markup=False, soft_wrap=True)
     sys.exit(1 if any(outcome.problem for outcome in outcomes) else 0)
 
 
@@ -123,7 +123,7 @@ def _next_steps(project: Project, sample_id: str | None) -> str:
         (f"{here}hs-assets verify{home}", "read and check every stored byte"),
         (f"{here}hs-assets server stop{home}", "the server stops by itself when nobody uses it"),
     ]
-    return "\n".join(["what to type next:", *(f"  {command:52}  {what}" for command, what in steps)])
+    return "\n".join(["what to type next:", *(f"  # {what}\n  {command}" for command, what in steps)])
 
 
 @main.group()

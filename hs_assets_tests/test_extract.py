@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_one_nan_fails_one_sample_and_only_that_one_is_asked_again(make: Callabl
         assert report.manifest.ledger.as_json() == {"in": 50, "stored": 50, "dropped": {}, "failed": {}}
     view = open_store(project.store_path).layer_set("r2-4-8")
     assert [sample.sample_id for sample in view] == [f"rows-00000/{i:04d}" for i in range(50)]
+
+
+def test_states_whose_folder_is_gone_are_asked_for_again(make: Callable[..., Project]) -> None:
+    project = make(6)
+    with fake_server(project) as server:
+        run(project)
+        assert run(project).requests == 0
+        for generation in (project.store_path / "data").glob("*/rows-00000/*"):
+            shutil.rmtree(generation)
+        server.rows.clear()
+        assert run(project).problems == []
+        assert sorted(server.rows) == list(range(6))
+    assert len([sample.states for sample in open_store(project.store_path).layer_set("r2-4-8")]) == 6
 
 
 @pytest.mark.parametrize("value", [np.inf, 3.4e38])

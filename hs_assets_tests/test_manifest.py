@@ -159,7 +159,7 @@ def test_truncations_are_refused(paths):
         path.write_bytes(data[:length])
         message = refused(path)
         assert "a manifest cannot be read" in message
-        assert "\n  remedy: materialise the partition again" in message
+        assert "\n  remedy: remove the file, then materialise the partition again" in message
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"null", b"{}", b'{"format": "hs-assets-view"}', bytes(100)])

@@ -153,6 +153,15 @@ def test_rows_without_states_are_no_samples(paths):
         store.read(row.sample_id)
 
 
+@pytest.mark.parametrize("name", ["../outside/0000", f"../{LAYERS.id}/{PARTITION}/0000", "/etc/passwd", "", "a" * 5000])
+def test_what_is_no_sample_id_touches_no_path(paths, name):
+    make_partition(paths, [3])
+    outside = paths.views / "outside.json"
+    outside.write_text("{}")  # no manifest: reading it would raise otherwise
+    with pytest.raises(StoreError, match="no such sample"):
+        open_store(paths.root).find(name)
+
+
 @pytest.mark.parametrize("together", [[(2, 8), (4,)], [(4,), (2, 8)], [(2,), (4,), (8,)]])
 def test_residual_ids_of_several_generations(paths, together):
     """A layer set that was widened later: its samples have parts of two captures, at other offsets."""
@@ -298,7 +307,7 @@ def test_a_missing_shard_of_states(paths, residual_id, dtype):
         store.read(f"{PARTITION}/0001")
     message, generation = str(caught.value), made.manifest.samples[1].parts[0].generation
     assert f"\n  where: {PARTITION}/0001, residual id {residual_id}, generation {generation}\n" in message
-    assert "\n  remedy: run hs-assets verify" in message
+    assert "\n  remedy: remove the damaged folder" in message
     assert_equal(store.read(f"{PARTITION}/0000"), made.states[f"{PARTITION}/0000"])
     assert_equal(store.read(f"{PARTITION}/0002"), made.states[f"{PARTITION}/0002"])
 
@@ -381,7 +390,7 @@ def test_a_generation_that_is_gone(paths):
         open_store(paths.root).read(f"{PARTITION}/0000")
     message = str(caught.value)
     assert f"\n  where: {folder}" in message
-    assert "\n  remedy: run hs-assets verify" in message
+    assert "\n  remedy: remove the damaged folder" in message
 
 
 def test_rows_beyond_the_end_of_a_generation(paths):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hs_assets.config import Project
@@ -47,6 +48,13 @@ def start(project: Project) -> str:
         return state.server
 
 
+def listens_on(pid: int) -> set[str]:
+    """The addresses on which a process and all below it accept connections."""
+    parent = psutil.Process(pid)
+    family = [parent, *parent.children(recursive=True)]
+    return {c.laddr.ip for process in family for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hs_assets.cli", *map(str, arguments)], capture_output=True, text=True, check=False
@@ -67,6 +75,7 @@ def test_two_first_users_start_one_server_which_then_stops_when_idle(project: Pr
     assert (ready.model_class, ready.residual_ids, ready.dtype, ready.chunk_tokens) == ("LlamaForCausalLM", (2, 4, 8), "BF16", 64)
     assert list(Spool(project.spool_path).canary.glob("*/*")) == []
     assert oct(project.spool_path.stat().st_mode & 0o777) == "0o700"
+    assert listens_on(state.pid) == {"127.0.0.1"}
 
     listing = command("server", "status", "--json", "--home", project.home.root)
     shown = json.loads(listing.stdout)

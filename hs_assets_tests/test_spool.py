@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hs_assets.errors import SpoolError
 from hs_assets.wire.records import FailureRecord
 from hs_assets.wire.spool import DumpFiles, Spool
 from hs_assets_tests.dump_material import made_spool, make_rid, names_in
@@ -38,6 +39,36 @@ def test_folders_are_for_the_owner_alone(tmp_path, umask):
         os.umask(before)
     folders = [spool.root, spool.ready, spool.dumps, spool.canary]
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700] * 4
+
+
+def plant_link(root: Path) -> None:
+    root.with_name("elsewhere").mkdir(mode=0o700)
+    root.symlink_to(root.with_name("elsewhere"))
+
+
+def plant_file(root: Path) -> None:
+    root.touch(0o600)
+
+
+def plant_open_folder(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o755)
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_file, plant_open_folder])
+def test_a_folder_that_somebody_else_put_there_is_refused(tmp_path, plant):
+    plant(tmp_path / "spool")
+    with pytest.raises((SpoolError, FileExistsError)):
+        Spool(tmp_path / "spool").make()
+    elsewhere = tmp_path / "elsewhere"
+    assert not elsewhere.exists() or list(elsewhere.iterdir()) == []
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    spool = made_spool(tmp_path / "spool")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)  # giving a folder away would take root
+    with pytest.raises(SpoolError, match="of user 4711"):
+        spool.make()
 
 
 def test_making_it_again_changes_nothing(tmp_path):

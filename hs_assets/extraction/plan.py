@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError
@@ -79,7 +80,7 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
     """
     prompts = read_partition_table(project.home.prompts, key)
     manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
-    states = _states(manifests)
+    states = _states(paths.generations(target.spec.fingerprint, key), manifests)
     plan = Plan(
         prompts=prompts,
         layer_set=target.layer_set,
@@ -114,13 +115,14 @@ def _before(manifests: list[Manifest], layer_set: LayerSet, prompts: PromptParti
     return {row.sample_id: row for row in mine.unstored} if mine else {}
 
 
-def _states(manifests: list[Manifest]) -> dict[str, dict[int, Part]]:
-    """Token hash → residual id → the part that holds its states."""
+def _states(generations: Path, manifests: list[Manifest]) -> dict[str, dict[int, Part]]:
+    """Token hash → residual id → the part that holds its states; what a manifest names and the disk lacks is not stored."""
+    there = {folder.name for folder in generations.glob("*")}
     states: dict[str, dict[int, Part]] = {}
     for manifest in manifests:
         for sample in manifest.samples:
             here = states.setdefault(sample.token_sha256, {})
             for part in sample.parts:
-                for residual_id in part.residual_ids:
+                for residual_id in part.residual_ids if part.generation in there else ():
                     here.setdefault(residual_id, part)
     return states

@@ -20,6 +20,7 @@ from hs_assets.serving.state import LaunchPlan, ServerFolder
 from hs_assets.wire.layers import LayerSet
 from hs_assets.wire.records import write_atomic
 from hs_assets.wire.source import source_hash
+from hs_assets.wire.spool import Spool
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Names of dtypes in the configuration → in safetensors."""
@@ -86,8 +87,13 @@ def resolve(project: Project) -> Target:
 
 
 def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
-    """The plan for the watchdog, with the plugin made visible to SGLang's interpreter and the spool measured."""
+    """The plan for the watchdog, with the plugin made visible to SGLang's interpreter, the spool made and measured.
+
+    Raises:
+        SpoolError: the spool is not ours alone, or too small.
+    """
     server = project.settings.server
+    Spool(project.spool_path).make()
     plugin = expose_plugin(ServerFolder(project.home.server).plugin)
     env = {**target.env, "PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, [target.env.get("PYTHONPATH")])])}
     identity = json.dumps(

@@ -34,6 +34,8 @@ from hs_assets.wire.spool import Spool
 _POLL_SECONDS = 0.5
 _TERM_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
+_RENDEZVOUS_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""The ranks meet in a file of the spool: the store that torch opens by itself listens on all interfaces, to anybody."""
 
 
 class _Stop(Exception):  # noqa: N818  # a signal, not an error
@@ -73,7 +75,7 @@ def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[by
         process = subprocess.Popen(
             [*plan.argv, "--port", str(port)],
             cwd=folder.root,
-            env={**os.environ, **plan.env, CAPTURE_ENV: str(spool.config)},
+            env={**os.environ, _RENDEZVOUS_ENV: f"file://{spool.rendezvous}", **plan.env, CAPTURE_ENV: str(spool.config)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -152,7 +152,7 @@ def read_manifest(path: Path) -> Manifest:
         kind = body["format"], body["version"]
         manifest = _build(Manifest, body) if kind == (_FORMAT, MANIFEST_VERSION) else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "materialise the partition again"
+        remedy = "remove the file, then materialise the partition again"
         raise StoreError("a manifest cannot be read", where=path, got=repr(error), remedy=remedy) from error
     if manifest is None:
         raise StoreVersionError("not a manifest of this version", where=path, expected=(_FORMAT, MANIFEST_VERSION), got=kind)

@@ -18,8 +18,9 @@ from hs_assets.store.layout import StorePaths, array_name, check
 from hs_assets.store.manifest import Manifest, Part, StoredSample, read_manifest
 from hs_assets.store.masks import read_masks
 from hs_assets.wire.dump import token_sha256
+from hs_assets.wire.rid import is_partition_key
 
-_REMEDY = "run hs-assets verify, then materialise the partition again"
+_REMEDY = "remove the damaged folder, then materialise the partition again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Store:
     def find(self, sample_id: str, layers: tuple[int, ...] | None = None) -> tuple[Manifest, StoredSample]:
         """The manifest that has a sample (with all of `layers`), and its entry."""
         partition = sample_id.rpartition("/")[0]
-        for layer_set_id in self.layer_sets():
+        for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
             path = self.paths.manifest(layer_set_id, partition)
             manifest = read_manifest(path) if path.exists() else None
             for sample in manifest.samples if manifest else ():

@@ -1,6 +1,7 @@
 """The spool: a folder in ``/dev/shm`` with the dumps, and the records of server and clients beside them.
 
     <spool>/capture.json                      what the plugin shall do (`CaptureConfig`)
+    <spool>/ready/rendezvous                  where the ranks find each other (torch's FileStore)
     <spool>/ready/rank-<r>.json               each rank's `ReadyRecord`, or
     <spool>/ready/refused-<r>.json            its `RefusedRecord`
     <spool>/dumps/<rid>.safetensors           a dump; whole once its commit record is there
@@ -16,10 +17,16 @@ Folders have mode 0700, files 0600.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hs_assets.errors import SpoolError
+
+_MODE = 0o700
+_OTHERS = 0o077
 _SUFFIXES = (".claim.json", ".answer.json", ".commit.json", ".failure.json", ".safetensors")
 
 
@@ -83,6 +90,10 @@ class Spool:
     def canary(self) -> Path:
         return self.root / "canary"
 
+    @property
+    def rendezvous(self) -> Path:
+        return self.ready / "rendezvous"
+
     def ready_record(self, rank: int) -> Path:
         return self.ready / f"rank-{rank}.json"
 
@@ -96,9 +107,22 @@ class Spool:
         return DumpFiles(self.canary / f"rank-{rank}", rid)
 
     def make(self) -> None:
-        """Make the folders that are missing, mode 0700."""
+        """Make the folders that are missing, mode 0700.
+
+        Raises:
+            SpoolError: one is there and not ours alone: `/dev/shm` is open to every user of the machine.
+        """
         for folder in (self.root, self.ready, self.dumps, self.canary):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+                raise SpoolError(
+                    "a folder of the spool is not ours alone",
+                    where=folder,
+                    expected=f"a folder of user {os.geteuid()} with mode {_MODE:o}",
+                    got=f"{stat.filemode(found.st_mode)} of user {found.st_uid}",
+                    remedy="remove it, or set server.spool_root to a folder of your own",
+                )
 
     def rids(self) -> Iterator[str]:
         """The request ids that have any file among the dumps, each once."""
