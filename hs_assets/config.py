@@ -79,6 +79,8 @@ class ServerSettings(_Section):
     """More arguments of `sglang.launch_server`."""
     env: dict[str, str] = {}
     writer_threads: int = Field(default=4, ge=1, le=64)
+    backlog_bytes: int = Field(default=4 << 30, gt=0)
+    """Dumps that are asked for and not yet written never hold more, in device memory too: leave it to them, beside SGLang's."""
     max_in_flight: int = Field(default=32, ge=1)
     """Requests that one run keeps in flight."""
     spool_root: Path = Path("/dev/shm")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hs_assets.capture.assembly import Assembly, DumpFacts
+from hs_assets.capture.assembly import Assembly, Chunk, DumpFacts
+from hs_assets.capture.room import Room
 from hs_assets.wire.records import ClaimRecord
 from hs_assets.wire.rid import Kind, Rid
 from hs_assets.wire.spool import DumpFiles, Spool
@@ -40,12 +42,31 @@ def raw(array: np.ndarray) -> memoryview:
     return memoryview(np.ascontiguousarray(array).tobytes())
 
 
+def checksums(states: np.ndarray) -> np.ndarray:
+    """The checksum of each row, uint32 [T], by its definition and without an overflow."""
+    words = np.ascontiguousarray(states).reshape(len(states), -1).view("<u4").astype(np.uint64)
+    return ((words * (2 * np.arange(words.shape[1], dtype=np.uint64) + 1)).sum(axis=1) % 2**32).astype("<u4")
+
+
+def checksums_crc32(states: np.ndarray) -> int:
+    """What the commit record says of the states."""
+    return zlib.crc32(checksums(states).tobytes())
+
+
+def make_chunk(token_ids: np.ndarray, states: np.ndarray) -> Chunk:
+    return Chunk(raw(token_ids), raw(checksums(states)), raw(states))
+
+
+def make_assembly(facts: DumpFacts, folder: Path, limit: int = 1 << 40) -> Assembly:
+    return Assembly(facts, Room(folder, limit))
+
+
 def add_chunks(
     assembly: Assembly, files: DumpFiles, rid: Rid, token_ids: np.ndarray, states: np.ndarray, ends: Sequence[int], begin: int = 0
 ) -> None:
     """Give an assembly the rows `begin` .. ends[-1], a chunk up to each of `ends`."""
     for end in ends:
-        assembly.add(files, rid, begin, raw(token_ids[begin:end]), raw(states[begin:end]))
+        assembly.add(files, rid, begin, make_chunk(token_ids[begin:end], states[begin:end]))
         begin = end
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from hs_assets.capture.assembly import Assembly, DumpFacts
+from hs_assets.capture.assembly import DumpFacts
 from hs_assets.config import Project
 from hs_assets.samples.eagle3 import DTYPES
 from hs_assets.samples.model import Head, load_head
@@ -27,6 +27,7 @@ from hs_assets.serving.launch import Target, make_launch_plan, resolve
 from hs_assets.serving.state import UP, ServerFolder, ServerState
 from hs_assets.wire.rid import Rid, parse_rid
 from hs_assets.wire.spool import Spool
+from hs_assets_tests.dump_material import make_assembly, make_chunk
 
 Fault = Callable[[Rid, np.ndarray], np.ndarray | int | None]
 """Gets a request and its states [T, K+1, H] float32; gives the states to deliver, an HTTP status, or None for no dump."""
@@ -45,7 +46,7 @@ class FakeServer:
         dtype = {"bfloat16": "BF16", "float32": "F32"}[project.settings.server.dtype]
         ids, hidden = target.layer_set.residual_ids, target.facts.hidden_size
         self._dtype = DTYPES[dtype]
-        self._assembly = Assembly(DumpFacts("fake", target.spec.fingerprint, ids, hidden, dtype))
+        self._assembly = make_assembly(DumpFacts("fake", target.spec.fingerprint, ids, hidden, dtype), self._spool.dumps)
         self._lock = threading.Lock()
         random = np.random.default_rng(5)
         self._embedding = random.standard_normal((target.facts.vocab_size, len(ids), hidden)).astype(np.float32)
@@ -69,8 +70,7 @@ class FakeServer:
             if outcome is not None:
                 delivered = np.ascontiguousarray(outcome.astype(self._dtype))
                 files = self._spool.dump(str(rid))
-                raw = memoryview(delivered.view(np.uint8).reshape(-1))
-                self._assembly.add(files, rid, 0, memoryview(tokens.tobytes()), raw)
+                self._assembly.add(files, rid, 0, make_chunk(tokens, delivered))
         logits = self._head.logits(final, np.arange(self._target.facts.vocab_size))
         logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
         top = [[float(logprobs[i]), int(i), None] for i in np.argsort(-logprobs)[:20]]
@@ -118,6 +118,7 @@ def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer
             url=f"http://127.0.0.1:{http.server_address[1]}",
             spool=plan.spool,
             spool_bytes=plan.spool_bytes,
+            backlog_bytes=plan.backlog_bytes,
             residual_ids=plan.residual_ids,
             state_fingerprint=plan.state_fingerprint,
             model_path=plan.model_path,

@@ -1,6 +1,6 @@
-"""The independent reference: hidden states by HF transformers, on the CPU, in float32. Runs in SGLang's environment.
+"""The independent reference: hidden states by HF transformers in float32. Runs in SGLang's environment.
 
-    python hf_reference.py MODEL PROMPTS.json OUT.safetensors
+    python hf_reference.py MODEL PROMPTS.json OUT.safetensors [DEVICE]
 
 Each prompt goes alone through the model. OUT has for prompt i ``states_i`` [T, n + 1, H]: residual ids 0..n-1 as
 ``output_hidden_states`` gives them, then the input of the final norm; and ``post_norm_i`` [T, H], its output.
@@ -28,18 +28,18 @@ def load(path: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def main(path: Path, prompts: list[list[int]], out: Path) -> None:
-    model = load(path).eval()
+def main(path: Path, prompts: list[list[int]], out: Path, device: str = "cpu") -> None:
+    model = load(path).to(device).eval()
     seen: dict[str, torch.Tensor] = {}
     model.model.norm.register_forward_hook(lambda _, args, output: seen.update(pre=args[0][0], post=output[0]))
     tensors = {}
     with torch.no_grad():
         for i, ids in enumerate(prompts):
-            hidden = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
-            tensors[f"states_{i}"] = torch.stack([*(h[0] for h in hidden[:-1]), seen["pre"]], dim=1).contiguous()
-            tensors[f"post_norm_{i}"] = seen["post"].contiguous()
+            hidden = model(torch.tensor([ids], device=device), output_hidden_states=True, use_cache=False).hidden_states
+            tensors[f"states_{i}"] = torch.stack([*(h[0] for h in hidden[:-1]), seen["pre"]], dim=1).cpu()
+            tensors[f"post_norm_{i}"] = seen["post"].cpu()
     save_file(tensors, out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]), *sys.argv[4:])

@@ -36,7 +36,7 @@ def fill(files: DumpFiles) -> None:
 
 def claim_many(root: str, budget: int, size: int, count: int, seen: list[int]) -> None:
     spool = Spool(Path(root))
-    admission = Admission(spool, budget, lambda _: None)
+    admission = Admission(spool, budget, budget, lambda _: None)
     for row in range(count):
         files = dump(spool, row)
         admission.claim(files, size, threading.Event())
@@ -63,7 +63,7 @@ def test_many_processes_never_exceed_the_budget(spool: Spool) -> None:
 def test_a_full_spool_waits_says_so_and_goes_on(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hs_assets.serving.admission._SAY_SECONDS", 0.1)
     said: list[str] = []
-    admission = Admission(spool, 1000, said.append)
+    admission = Admission(spool, 1000, 1000, said.append)
     first, second = dump(spool, 0), dump(spool, 1)
     admission.claim(first, 800, threading.Event())
     waiting = threading.Thread(target=admission.claim, args=(second, 300, threading.Event()))
@@ -75,26 +75,45 @@ def test_a_full_spool_waits_says_so_and_goes_on(spool: Spool, monkeypatch: pytes
     assert not waiting.is_alive()
     assert not admission.blocked
     assert "the spool is full: a request has waited" in said[0]
-    assert "for 300 of 1,000 bytes" in said[0]
+    assert "for 300 bytes; 800 of 1,000 are taken, 800 of 1,000 not written yet" in said[0]
     assert admission.waited_seconds > 0.3
     assert admission.high_water_bytes == 800
 
 
-def test_a_reserved_file_counts_by_its_size(spool: Spool) -> None:
-    files = dump(spool, 0)
-    Admission(spool, 1000, print).claim(files, 100, threading.Event())
+def test_what_a_claim_says_counts_and_the_size_of_a_dump_that_nobody_claims(spool: Spool) -> None:
+    claimed, orphan = dump(spool, 0), dump(spool, 1)
+    Admission(spool, 1000, 1000, print).claim(claimed, 100, threading.Event())
+    claimed.data.write_bytes(bytes(60))
     assert spool_use(spool.root) == (1, 100)
-    files.data.write_bytes(bytes(640))
-    assert spool_use(spool.root) == (1, 640)
+    orphan.data.write_bytes(bytes(640))
+    assert spool_use(spool.root) == (2, 740)
+
+
+def test_what_is_not_written_yet_has_a_budget_of_its_own(spool: Spool) -> None:
+    admission, entered = Admission(spool, 1000, 100, print), threading.Event()
+    first, second, third = (dump(spool, row) for row in range(3))
+    admission.claim(first, 400, entered)  # larger than the whole backlog: alone
+
+    def claim_second() -> None:
+        admission.claim(second, 50, threading.Event())
+        entered.set()
+
+    waiting = threading.Thread(target=claim_second)
+    waiting.start()
+    assert not entered.wait(0.3)
+    fill(first)  # it is written, and still in the spool
+    assert entered.wait(5)
+    admission.claim(third, 50, threading.Event())
+    assert spool_use(spool.root) == (3, 500)
 
 
 def test_one_dump_larger_than_the_budget_is_refused_at_once(spool: Spool) -> None:
     with pytest.raises(SpoolError, match=r"larger than the spool(.|\n)*at most 1,000 bytes(.|\n)*1,001 bytes"):
-        Admission(spool, 1000, print).claim(dump(spool, 0), 1001, threading.Event())
+        Admission(spool, 1000, 1000, print).claim(dump(spool, 0), 1001, threading.Event())
 
 
 def test_who_gives_up_while_waiting_claims_nothing(spool: Spool) -> None:
-    admission, give_up = Admission(spool, 100, print), threading.Event()
+    admission, give_up = Admission(spool, 100, 100, print), threading.Event()
     admission.claim(dump(spool, 0), 100, give_up)
     give_up.set()
     with pytest.raises(SpoolError, match="the run ended while a request waited"):
@@ -109,13 +128,13 @@ def test_dumps_of_the_dead_are_freed_or_taken_over(spool: Spool) -> None:
         ClaimRecord(files.rid, 10, pid, 0.0).write(files.claim)
     for files in (whole, kept, unclaimed):
         fill(files)
-    mine_claimed = Admission(spool, 1000, print)
+    mine_claimed = Admission(spool, 1000, 1000, print)
     mine.claim.unlink()
     mine_claimed.claim(mine, 10, threading.Event())
 
     assert sweep(spool) == 2
     assert set(spool.rids()) == {whole.rid, kept.rid, mine.rid}
-    owners = Admission(spool, 0, print)
+    owners = Admission(spool, 0, 0, print)
     assert owners.adopt(whole)
     assert owners.adopt(kept)
     assert ClaimRecord.read(whole.claim).pid == os.getpid()
@@ -132,4 +151,4 @@ def test_dumps_of_the_living_are_nobody_elses(spool: Spool) -> None:
     ClaimRecord(files.rid, 10, parent.pid, parent.create_time()).write(files.claim)
     fill(files)
     assert sweep(spool) == 0
-    assert not Admission(spool, 0, print).adopt(files)
+    assert not Admission(spool, 0, 0, print).adopt(files)

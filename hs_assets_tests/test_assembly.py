@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from hs_assets.capture.assembly import Assembly, failure_reason
+from hs_assets.capture.assembly import failure_reason
 from hs_assets.wire.dump import HEADER_BYTES, read_layout
 from hs_assets.wire.records import CommitRecord, FailureRecord
 from hs_assets.wire.rid import Kind
@@ -32,12 +31,14 @@ from hs_assets_tests.dump_material import (
     RESIDUAL_IDS,
     SLOTS,
     add_chunks,
+    checksums_crc32,
     claimed,
     made_spool,
+    make_assembly,
+    make_chunk,
     make_rid,
     make_rows,
     names_in,
-    raw,
     tiny_tmpfs,
 )
 
@@ -60,8 +61,8 @@ def files(spool, rid):
 
 
 @pytest.fixture
-def assembly():
-    return Assembly(FACTS)
+def assembly(spool):
+    return make_assembly(FACTS, spool.dumps)
 
 
 def assert_whole(files, token_ids, states, chunks):
@@ -81,8 +82,7 @@ def assert_whole(files, token_ids, states, chunks):
         hidden_size=HIDDEN_SIZE,
         dtype="F32",
         bytes=files.data.stat().st_size,
-        hidden_states_crc32=zlib.crc32(states.tobytes()),
-        token_ids_crc32=zlib.crc32(token_ids.tobytes()),
+        row_checksums_crc32=checksums_crc32(states),
         token_sha256=hashlib.sha256(token_ids.tobytes()).hexdigest(),
         chunks=chunks,
         committed_at=commit.committed_at,
@@ -140,7 +140,8 @@ def test_the_whole_size_is_reserved_at_the_first_chunk(assembly, files, rid):
 @settings(deadline=None)
 @given(st.data())
 def test_chunks_of_many_requests_in_any_order_of_requests(tmp_path_factory, data):
-    spool, assembly = made_spool(tmp_path_factory.mktemp("spool")), Assembly(FACTS)
+    spool = made_spool(tmp_path_factory.mktemp("spool"))
+    assembly = make_assembly(FACTS, spool.dumps)
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     rows = [make_rows(length, seed) for seed, length in enumerate(lengths)]
     ends = [sorted({*data.draw(st.sets(st.integers(1, length))), length}) for length in lengths]
@@ -160,7 +161,7 @@ def test_every_bit_pattern_of_bf16_as_two_bytes(spool):
     facts = dataclasses.replace(FACTS, residual_ids=(*RESIDUAL_IDS, 62), hidden_size=256, dtype="BF16")
     rid = make_rid(len(bits))
     files = claimed(spool, rid)
-    add_chunks(Assembly(facts), files, rid, ids, bits, [5, 40, len(bits)])
+    add_chunks(make_assembly(facts, spool.dumps), files, rid, ids, bits, [5, 40, len(bits)])
     tensors = dict(safetensors.deserialize(files.data.read_bytes()))
     assert (tensors["hidden_states"]["dtype"], tensors["hidden_states"]["shape"]) == ("BF16", [64, 4, 256])
     assert bytes(tensors["hidden_states"]["data"]) == bits.tobytes()
@@ -233,12 +234,25 @@ def test_a_chunk_with_fewer_states_than_tokens_is_not_committed(assembly, files,
     """A commit record says that all rows are there; a chunk whose buffers do not agree on their number is an error."""
     token_ids, states = make_rows(TOKENS)
     add_chunks(assembly, files, rid, token_ids, states, [6])
-    try:
-        assembly.add(files, rid, 6, raw(token_ids[6:]), raw(states[6:])[:-missing])
-    except Exception as error:  # as the writer threads do
-        assembly.fail(files, failure_reason(error), repr(error))
-    assert not files.commit.exists()
-    assert files.failure.exists()
+    whole = make_chunk(token_ids[6:], states[6:])
+    assembly.add(files, rid, 6, dataclasses.replace(whole, states=whole.states[:-missing]))
+    assert_failed(files, "capture_error", "for 4 rows")
+
+
+def test_a_chunk_with_fewer_checksums_than_tokens_is_not_committed(assembly, files, rid):
+    whole = make_chunk(*make_rows(TOKENS))
+    assembly.add(files, rid, 0, dataclasses.replace(whole, checksums=whole.checksums[:-4]))
+    assert_failed(files, "capture_error", "for 10 rows")
+
+
+def test_what_was_done_is_counted(assembly, spool):
+    rids = [make_rid(TOKENS, row) for row in range(3)]
+    for rid in rids[:2]:
+        add_chunks(assembly, claimed(spool, rid), rid, *make_rows(TOKENS), [4, TOKENS])
+    assembly.fail(claimed(spool, rids[2]), "capture_error", "x")
+    assert (assembly.dumps, assembly.tokens) == (2, 2 * TOKENS)
+    assert assembly.bytes == sum(path.stat().st_size for path in spool.dumps.glob("*.safetensors"))
+    assert assembly.failures == {"capture_error": 1}
 
 
 @pytest.mark.parametrize("written", [[4], [4, 9], [1, 2, 3]])
@@ -361,23 +375,23 @@ def test_names_of_failures(error, reason):
     assert failure_reason(error) == reason
 
 
-def test_full_spool(tmp_path, assembly, monkeypatch):
-    """Space is reserved before anything is written: a dump that does not fit fails as a whole, and others go on."""
+def test_a_full_disk(tmp_path, assembly, monkeypatch):
+    """Somebody else fills the tmpfs: the dump that does not fit fails as a whole, and others go on."""
     with tiny_tmpfs(tmp_path / "shm") as mounted:
         if not mounted:
-            reserve = os.posix_fallocate
+            write = os.pwrite
 
-            def refuse(descriptor: int, offset: int, size: int) -> None:
-                if size > 1 << 20:
+            def refuse(descriptor: int, data: bytes, offset: int) -> int:
+                if offset > 1 << 20:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                reserve(descriptor, offset, size)
+                return write(descriptor, data, offset)
 
-            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            monkeypatch.setattr(os, "pwrite", refuse)
         spool = made_spool(tmp_path / "shm" / "spool")
         big, small = make_rid(40_000, 0), make_rid(8_000, 1)
         files = claimed(spool, big)
         with pytest.raises(OSError, match="No space left on device") as caught:
-            add_chunks(assembly, files, big, *make_rows(10), [10])
+            add_chunks(assembly, files, big, *make_rows(40_000), [20_000, 40_000])
         assembly.fail(files, failure_reason(caught.value), repr(caught.value))
         assert_failed(files, "spool_full", "No space left on device")
         assert open_files(spool.dumps) == []
@@ -390,21 +404,23 @@ def test_full_spool(tmp_path, assembly, monkeypatch):
 KILLED = """
 import random, sys
 from pathlib import Path
-from hs_assets.capture.assembly import Assembly, DumpFacts
+import numpy as np
+from hs_assets.capture.assembly import DumpFacts
+from hs_assets_tests.dump_material import make_assembly, make_chunk
 from hs_assets.wire.rid import Kind, Rid
 from hs_assets.wire.spool import Spool
 
 spool, tokens, dumps, seed = Spool(Path(sys.argv[1])), *map(int, sys.argv[2:])
 ids, states = random.Random(seed).randbytes(tokens * 4), random.Random(seed).randbytes(tokens * 4096)
-assembly = Assembly(DumpFacts("server-1", "fingerprint-1", (2, 4), 512, "F32"))
+assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", (2, 4), 512, "F32"), spool.dumps)
+ids, states = np.frombuffer(ids, "<i4"), np.frombuffer(states, "<f4").reshape(tokens, -1)
 print("begins", flush=True)
 for row in range(dumps):
     rid = Rid(Kind.SAMPLE, "0123abcd", "demo-00000", row, tokens)
     spool.dump(str(rid)).claim.touch()
     for prefix in range(0, tokens, tokens // 16):
         end = prefix + tokens // 16
-        chunk = memoryview(ids)[prefix * 4 : end * 4], memoryview(states)[prefix * 4096 : end * 4096]
-        assembly.add(spool.dump(str(rid)), rid, prefix, *chunk)
+        assembly.add(spool.dump(str(rid)), rid, prefix, make_chunk(ids[prefix:end], states[prefix:end]))
 sys.stdin.read()
 """
 
@@ -430,7 +446,7 @@ def test_a_writer_killed_at_any_moment_commits_no_half_dump(tmp_path):
             whole += 1
             commit, layout = CommitRecord.read(files.commit), read_layout(files.data)
             assert (commit.tokens, commit.chunks, layout.tokens) == (tokens, 16, tokens)
-            assert (commit.hidden_states_crc32, commit.token_ids_crc32) == (zlib.crc32(states), zlib.crc32(ids))
+            assert commit.row_checksums_crc32 == checksums_crc32(np.frombuffer(states, "<f4").reshape(tokens, -1))
             assert {name: bytes(t["data"]) for name, t in safetensors.deserialize(files.data.read_bytes())} == expected
             files.free()
     assert partial >= 2, "no process was killed in the midst of a dump"

@@ -18,9 +18,10 @@ from hs_assets.errors import WireError
 from hs_assets.samples.eagle3 import DTYPES, CapturedSample, load_sample
 from hs_assets.samples.prompts import Prompt
 from hs_assets.wire.dump import HEADER_BYTES, token_sha256
-from hs_assets.wire.records import AnswerRecord, ClaimRecord, CommitRecord
+from hs_assets.wire.records import WIRE_VERSION, AnswerRecord, ClaimRecord, CommitRecord
 from hs_assets.wire.rid import Rid, new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
+from hs_assets_tests.dump_material import make_assembly, make_chunk
 
 RESIDUAL_IDS, HIDDEN, TOKENS = (1, 2, 4), 8, 5
 NAMES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
@@ -55,7 +56,7 @@ def write_dump(
 ) -> DumpFiles:
     """The dump of a prompt, written by the plugin's own code in chunks of these many tokens, and the client's answer."""
     rid, files = claim(spool, prompt)
-    assembly = Assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, dtype))
+    assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, dtype), spool.dumps)
     add_chunks(assembly, files, rid, prompt, states, chunks or (len(prompt.input_ids),))
     AnswerRecord(str(rid), len(prompt.input_ids), 0, ((-0.5, 7), (-1.5, 8))).write(files.answer)
     return files
@@ -67,8 +68,7 @@ def add_chunks(
     prefix = 0
     for rows in chunks:
         part = slice(prefix, prefix + rows)
-        ids, rows_of_states = prompt.input_ids[part].tobytes(), np.ascontiguousarray(states[part]).tobytes()
-        assembly.add(files, rid, prefix, memoryview(ids), memoryview(rows_of_states))
+        assembly.add(files, rid, prefix, make_chunk(prompt.input_ids[part], states[part]))
         prefix += rows
 
 
@@ -158,7 +158,7 @@ def test_no_commit_record_no_dump(spool: Spool) -> None:
 def test_a_dump_that_is_still_being_written(spool: Spool) -> None:
     prompt, states = make_prompt(), make_states("BF16")
     rid, files = claim(spool, prompt)
-    assembly = Assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, "BF16"))
+    assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, "BF16"), spool.dumps)
     AnswerRecord(str(rid), TOKENS, 0, ()).write(files.answer)
     add_chunks(assembly, files, rid, prompt, states, (2, 2))
     assert files.data.stat().st_size > HEADER_BYTES
@@ -282,5 +282,5 @@ def test_a_record_of_another_version(spool: Spool) -> None:
     files = write_dump(spool, prompt, make_states("BF16"))
     files.commit.write_text(json.dumps({**json.loads(files.commit.read_text()), "version": 99}))
     error = refused(prompt, files)
-    assert (error.expected, error.got) == (1, "99")
+    assert (error.expected, error.got) == (WIRE_VERSION, "99")
     assert "same version of hs-assets" in (error.remedy or "")

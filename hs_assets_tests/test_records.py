@@ -21,6 +21,7 @@ from hs_assets.wire.records import (
     CaptureConfig,
     ClaimRecord,
     CommitRecord,
+    CountersRecord,
     FailureRecord,
     ReadyRecord,
     Record,
@@ -29,7 +30,7 @@ from hs_assets.wire.records import (
 )
 
 EXAMPLES = [
-    CaptureConfig("/dev/shm/hs", "server-1", (3, 31, 59, 61), "f" * 64, 4),
+    CaptureConfig("/dev/shm/hs", "server-1", (3, 31, 59, 61), "f" * 64, 4, 1 << 40, 4 << 30),
     ReadyRecord(
         server="server-1",
         capture_version=1,
@@ -46,6 +47,7 @@ EXAMPLES = [
         writes=False,
         hooks=("load_model", "forward"),
         chunk_tokens=8192,
+        device_bytes_per_token=100_356,
         context_length=262_144,
         pid=4711,
     ),
@@ -59,8 +61,7 @@ EXAMPLES = [
         hidden_size=7168,
         dtype="BF16",
         bytes=2**40,
-        hidden_states_crc32=2**32 - 1,
-        token_ids_crc32=0,
+        row_checksums_crc32=2**32 - 1,
         token_sha256="a" * 64,
         chunks=3,
         committed_at=1_760_000_000.123456,
@@ -68,6 +69,7 @@ EXAMPLES = [
     FailureRecord("hs.s.9f2c01ab.demo-00003.0017.T512", "spool_full", "OSError(28, 'No space left on device')"),
     ClaimRecord("hs.s.9f2c01ab.demo-00003.0017.T512", 117_440_512, 0, 1_760_000_000.0),
     AnswerRecord("hs.s.9f2c01ab.demo-00003.0017.T512", 512, 0, ((-0.25, 9), (-1.5, 163_839), (float("-inf"), 0))),
+    CountersRecord("server-1", 0, 1.5, 3, {"spool_full": 1}, 99, 10**12, 0.5, 1e9, 7, 8, 9, 10, 2.5, 0.25, 5, 5),
 ]
 FIELDS = [(example, field.name, field.type) for example in EXAMPLES for field in dataclasses.fields(example)]
 WRONG = {
@@ -75,6 +77,7 @@ WRONG = {
     "int": [None, "1", 1.5, 1.0, True, [1]],
     "float": [None, "1.5", True, [1.5]],
     "bool": [None, 0, 1, "true"],
+    "dict[str, int]": [None, 1, "a", ["a"], {"a": 1.5}, {"a": "1"}],
     "int | None": ["1", 1.5, False, [1]],
     "tuple[int, ...]": [None, 1, "12", {}, [1, "2"], [1.5], [True], [None], [[1]]],
     "tuple[str, ...]": [None, "ab", {}, [1], ["a", None]],

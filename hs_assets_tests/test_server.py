@@ -106,7 +106,7 @@ def test_a_server_killed_in_the_middle_fails_the_partition_and_a_rerun_asks_for_
         first: Report = running.result()
     assert first.manifest
     stored = first.manifest.ledger.stored
-    assert 5 <= stored < 60
+    assert 4 <= stored < 60  # the answer to the fifth may have been cut off
     assert first.manifest.ledger.failed == {"server_died": 60 - stored}
     assert "the server went away" in first.problems[0]
     assert "Prefill batch" in first.problems[0], "the log's tail is not shown"

@@ -9,18 +9,20 @@ import threading
 import pytest
 
 from hs_assets.capture import writers as writers_module
+from hs_assets.capture.assembly import Chunk
 from hs_assets.capture.writers import Failed, Rows, Writers
 from hs_assets.wire.records import CommitRecord, FailureRecord
 from hs_assets.wire.rid import Rid
-from hs_assets.wire.spool import DumpFiles
+from hs_assets.wire.spool import DumpFiles, Spool
 from hs_assets_tests.dump_material import (
     FACTS,
     claimed,
     made_spool,
+    make_assembly,
+    make_chunk,
     make_rid,
     make_rows,
     names_in,
-    raw,
     tiny_tmpfs,
     wait_until,
 )
@@ -44,11 +46,16 @@ class Chunks:
         self.released: list[int] = []
 
     def job(self, begin: int, end: int) -> Rows:
-        def buffers() -> tuple[memoryview, memoryview]:
+        def chunk() -> Chunk:
             self.threads.append(threading.current_thread().name)
-            return raw(self.token_ids[begin:end]), raw(self.states[begin:end])
+            return make_chunk(self.token_ids[begin:end], self.states[begin:end])
 
-        return Rows(self.files, self.rid, begin, buffers, lambda: self.released.append(begin))
+        size = self.states[begin:end].nbytes
+        return Rows(self.files, self.rid, begin, size, chunk, lambda: self.released.append(begin))
+
+
+def make_writers(threads: int, spool: Spool) -> Writers:
+    return Writers(threads, lambda: make_assembly(FACTS, spool.dumps))
 
 
 def answered(files: DumpFiles) -> bool:
@@ -56,7 +63,7 @@ def answered(files: DumpFiles) -> bool:
 
 
 def test_many_requests_over_four_threads(spool):
-    writers = Writers(4, FACTS)
+    writers = make_writers(4, spool)
     requests = []
     for row in range(40):
         rid = make_rid(TOKENS, row)
@@ -78,23 +85,28 @@ def test_putting_never_waits_for_the_memory(spool):
 
     def after_copy():
         assert copied.wait(20)
-        return raw(request.token_ids), raw(request.states)
+        return make_chunk(request.token_ids, request.states)
 
-    writers = Writers(1, FACTS)
-    writers.put(Rows(request.files, rid, 0, after_copy, lambda: request.released.append(0)))
+    writers = make_writers(1, spool)
+    writers.put(Rows(request.files, rid, 0, request.states.nbytes, after_copy, lambda: request.released.append(0)))
     assert not answered(request.files)
     assert request.released == []
+    assert (writers.idle, writers.pending_bytes) == (False, request.states.nbytes)
     copied.set()
-    wait_until(lambda: request.released == [0], "the chunk is written")
+    wait_until(lambda: writers.idle, "the chunk is written")
+    assert request.released == [0]
+    assert (writers.pending_bytes, writers.pending_high_water_bytes) == (0, request.states.nbytes)
+    assert 0 < writers.cpu_seconds < 5
+    assert (writers.alive, writers.count) == (1, 1)
     assert_whole(request.files, request.token_ids, request.states, chunks=1)
 
 
 def test_a_failure_keeps_its_place_among_the_rows(spool):
     rid = make_rid(TOKENS)
     request = Chunks(claimed(spool, rid), rid)
-    writers = Writers(2, FACTS)
+    writers = make_writers(2, spool)
     writers.put(request.job(0, 4))
-    writers.put(Failed(request.files, "capture_backlog", "too much waits"))
+    writers.put(Failed(request.files, rid, "capture_backlog", "too much waits"))
     writers.put(request.job(4, TOKENS))
     wait_until(lambda: request.released == [0, 4], "both chunks are handed back")
     assert FailureRecord.read(request.files.failure) == FailureRecord(str(rid), "capture_backlog", "too much waits")
@@ -107,9 +119,9 @@ def test_an_error_fails_its_sample_and_the_thread_lives_on(spool):
 
     rids = [make_rid(TOKENS, row) for row in range(2)]
     bad, good = (Chunks(claimed(spool, rid), rid, rid.row) for rid in rids)
-    writers = Writers(1, FACTS)
+    writers = make_writers(1, spool)
     writers.put(bad.job(0, 4))
-    writers.put(Rows(bad.files, bad.rid, 4, broken, lambda: bad.released.append(4)))
+    writers.put(Rows(bad.files, bad.rid, 4, 0, broken, lambda: bad.released.append(4)))
     writers.put(good.job(0, TOKENS))
     wait_until(lambda: good.released == [0], "the next sample is written")
     assert FailureRecord.read(bad.files.failure) == FailureRecord(
@@ -123,7 +135,7 @@ def test_an_error_fails_its_sample_and_the_thread_lives_on(spool):
 def test_rows_out_of_order_are_told(spool):
     rid = make_rid(TOKENS)
     request = Chunks(claimed(spool, rid), rid)
-    writers = Writers(1, FACTS)
+    writers = make_writers(1, spool)
     for begin, end in ((0, 4), (8, TOKENS), (4, 8)):
         writers.put(request.job(begin, end))
     wait_until(lambda: request.released == [0, 8, 4], "all chunks are handed back")
@@ -134,7 +146,7 @@ def test_rows_out_of_order_are_told(spool):
 def test_a_spool_that_was_removed(tmp_path, spool):
     gone, here = make_rid(TOKENS, 0), make_rid(TOKENS, 1)
     lost, kept = Chunks(DumpFiles(tmp_path / "gone", str(gone)), gone), Chunks(claimed(spool, here), here)
-    writers = Writers(1, FACTS)
+    writers = make_writers(1, spool)
     writers.put(lost.job(0, TOKENS))
     writers.put(kept.job(0, TOKENS))
     wait_until(lambda: kept.released == [0], "the next sample is written")
@@ -143,29 +155,29 @@ def test_a_spool_that_was_removed(tmp_path, spool):
     assert_whole(kept.files, kept.token_ids, kept.states, chunks=1)
 
 
-def test_full_spool(tmp_path, monkeypatch):
+def test_a_full_disk(tmp_path, monkeypatch):
     big, small = make_rid(40_000, 0), make_rid(TOKENS, 1)
     with tiny_tmpfs(tmp_path / "shm") as mounted:
         if not mounted:
-            reserve = os.posix_fallocate
+            write = os.pwrite
 
-            def refuse(descriptor: int, offset: int, size: int) -> None:
-                if size > 1 << 20:
+            def refuse(descriptor: int, data: bytes, offset: int) -> int:
+                if offset > 1 << 20:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                reserve(descriptor, offset, size)
+                return write(descriptor, data, offset)
 
-            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            monkeypatch.setattr(os, "pwrite", refuse)
         spool = made_spool(tmp_path / "shm" / "spool")
         lost, kept = Chunks(claimed(spool, big), big), Chunks(claimed(spool, small), small)
-        writers = Writers(1, FACTS)
-        writers.put(lost.job(0, 5))
-        writers.put(lost.job(5, 10))
+        writers = make_writers(1, spool)
+        writers.put(lost.job(0, 30_000))
+        writers.put(lost.job(30_000, 40_000))
         writers.put(kept.job(0, TOKENS))
         wait_until(lambda: kept.released == [0], "the next sample is written")
         failure = FailureRecord.read(lost.files.failure)
         assert failure.reason == "spool_full"
         assert "No space left on device" in failure.detail
-        assert lost.released == [0, 5]
+        assert lost.released == [0, 30_000]
         assert not lost.files.data.exists()
         assert_whole(kept.files, kept.token_ids, kept.states, chunks=1)
 
@@ -187,14 +199,14 @@ def test_a_spool_without_room_for_a_record_costs_no_thread(tmp_path, monkeypatch
                 if hog.exists():
                     raise full
 
-            reserve, write = os.posix_fallocate, FailureRecord.write
-            monkeypatch.setattr(os, "posix_fallocate", lambda *a: no_room() or reserve(*a))
+            pwrite, write = os.pwrite, FailureRecord.write
+            monkeypatch.setattr(os, "pwrite", lambda *a: no_room() or pwrite(*a))
             monkeypatch.setattr(FailureRecord, "write", lambda *a: no_room() or write(*a))
             hog.touch()
-        writers = Writers(1, FACTS)
+        writers = make_writers(1, spool)
         writers.put(lost.job(0, TOKENS))
         wait_until(lambda: lost.released == [0], "the first sample is given up")
-        writers.put(Failed(lost.files, "capture_error", "once more"))
+        writers.put(Failed(lost.files, first, "capture_error", "once more"))
         hog.unlink()
         writers.put(kept.job(0, TOKENS))
         wait_until(lambda: kept.released == [0], "the next sample is written", seconds=2)
@@ -206,7 +218,7 @@ def test_idle_threads_close_the_dumps_that_were_given_up(spool, monkeypatch):
     monkeypatch.setattr(writers_module, "_SWEEP_SECONDS", 0.01)
     rid = make_rid(TOKENS)
     request = Chunks(claimed(spool, rid), rid)
-    writers = Writers(1, FACTS)
+    writers = make_writers(1, spool)
     writers.put(request.job(0, 4))
     wait_until(lambda: request.released == [0], "the first chunk is written")
     assert open_files(spool.dumps) == [str(request.files.data)]
@@ -218,7 +230,7 @@ def test_idle_threads_close_the_dumps_that_were_given_up(spool, monkeypatch):
 def test_a_request_comes_again_after_its_commit(spool):
     rid = make_rid(TOKENS)
     request = Chunks(claimed(spool, rid), rid)
-    writers = Writers(1, FACTS)
+    writers = make_writers(1, spool)
     writers.put(request.job(0, TOKENS))
     writers.put(request.job(0, TOKENS))
     wait_until(lambda: request.released == [0, 0], "both prefills are handed back")

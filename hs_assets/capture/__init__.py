@@ -5,7 +5,10 @@ supported.py  the versions and model classes that passed parity, and the server 
 points.py     where to hook into a loaded model
 session.py    the hooks: collect one forward pass's states
 batch.py      which rows of a batch belong to which request
+checksums.py  the checksum of each row, made on the device
 transfer.py   from the device to the host, beside the forward pass
 writers.py    threads that write dumps
 assembly.py   one dump, chunk by chunk, up to its commit record
+room.py       the spool's budget, held by the server too
+monitor.py    counters, every second
 """

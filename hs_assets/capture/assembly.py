@@ -1,4 +1,4 @@
-"""One dump after another, chunk by chunk: reserve the space, write the rows, and commit when the last one is there."""
+"""One dump after another, chunk by chunk: take the room, write the rows, and commit when the last one is there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import hashlib
 import os
 import time
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 
-from hs_assets.wire.dump import TOKEN_BYTES, DumpLayout
+from hs_assets.capture.room import Room
+from hs_assets.wire.dump import TOKEN_BYTES, WORD_BYTES, DumpLayout
 from hs_assets.wire.records import CommitRecord, FailureRecord
 from hs_assets.wire.rid import Kind, Rid
 from hs_assets.wire.spool import DumpFiles
@@ -26,6 +28,18 @@ class DumpFacts:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of one request as bytes in host memory.
+
+    ``token_ids`` int32 [rows], ``checksums`` int32 [rows], ``states`` the server's dtype [rows, K+1, H].
+    """
+
+    token_ids: memoryview
+    checksums: memoryview
+    states: memoryview
+
+
 @dataclass(slots=True)
 class _Open:
     """A dump being written; the checksums run over what was written so far."""
@@ -35,19 +49,24 @@ class _Open:
     descriptor: int
     rows: int = 0
     chunks: int = 0
-    states_crc32: int = 0
-    ids_crc32: int = 0
+    checksums_crc32: int = 0
     ids_sha256: hashlib._Hash = field(default_factory=hashlib.sha256)
 
 
 class Assembly:
-    """The dumps that one writer thread has open. Not thread-safe: a request always goes to the same thread."""
+    """The dumps that one writer thread has open. Not thread-safe: a request always goes to the same thread.
 
-    def __init__(self, facts: DumpFacts) -> None:
+    What it did so far is counted: ``dumps``, their ``tokens`` and ``bytes``, and ``failures`` by reason.
+    """
+
+    def __init__(self, facts: DumpFacts, room: Room) -> None:
         self._facts = facts
+        self._room = room
         self._open: dict[str, _Open] = {}
+        self.dumps = self.tokens = self.bytes = 0
+        self.failures: Counter[str] = Counter()
 
-    def add(self, files: DumpFiles, rid: Rid, prefix: int, token_ids: memoryview, states: memoryview) -> None:
+    def add(self, files: DumpFiles, rid: Rid, prefix: int, chunk: Chunk) -> None:
         """Write the rows of one chunk; commit the dump with the last one.
 
         A chunk with prefix 0 begins the dump anew (a retracted request is prefilled again). One that does not continue
@@ -58,8 +77,6 @@ class Assembly:
             files: where the dump lies.
             rid: the request, with the length of the whole prompt.
             prefix: number of prompt tokens before this chunk.
-            token_ids: int32 [rows], as bytes.
-            states: the facts' dtype [rows, K+1, H], as bytes.
 
         Raises:
             OSError: the spool is full or cannot be written; the caller calls `fail`.
@@ -68,7 +85,7 @@ class Assembly:
         if answered or (rid.kind is Kind.SAMPLE and not files.claim.exists()):
             self._discard(files.rid)
             return
-        rows = len(token_ids) // TOKEN_BYTES
+        rows = len(chunk.token_ids) // TOKEN_BYTES
         if prefix == 0:
             self._discard(files.rid)
             self._begin(files, rid)
@@ -77,17 +94,17 @@ class Assembly:
             had = "no rows" if dump is None else f"{dump.rows} rows"
             self.fail(files, "rows_out_of_order", f"a chunk of tokens {prefix}..{prefix + rows} of {rid.length} came after {had}")
             return
-        if len(token_ids) != rows * TOKEN_BYTES or len(states) != rows * dump.layout.row_bytes:
-            self.fail(files, "capture_error", f"{len(states)} bytes of states came with {len(token_ids)} bytes of token ids")
+        sizes = len(chunk.token_ids), len(chunk.checksums), len(chunk.states)
+        if sizes != (rows * TOKEN_BYTES, rows * WORD_BYTES, rows * dump.layout.row_bytes):
+            self.fail(files, "capture_error", f"ids, checksums and states came with {sizes} bytes for {rows} rows")
             return
         if os.fstat(dump.descriptor).st_nlink == 0:
             self._discard(files.rid)
             return
-        _write_all(dump.descriptor, states, dump.layout.row_offset(prefix))
-        _write_all(dump.descriptor, token_ids, dump.layout.token_ids_offset + prefix * TOKEN_BYTES)
-        dump.states_crc32 = zlib.crc32(states, dump.states_crc32)
-        dump.ids_crc32 = zlib.crc32(token_ids, dump.ids_crc32)
-        dump.ids_sha256.update(token_ids)
+        _write_all(dump.descriptor, chunk.states, dump.layout.row_offset(prefix))
+        _write_all(dump.descriptor, chunk.token_ids, dump.layout.token_ids_offset + prefix * TOKEN_BYTES)
+        dump.checksums_crc32 = zlib.crc32(chunk.checksums, dump.checksums_crc32)
+        dump.ids_sha256.update(chunk.token_ids)
         dump.rows += rows
         dump.chunks += 1
         if dump.rows == dump.layout.tokens:
@@ -95,6 +112,7 @@ class Assembly:
 
     def fail(self, files: DumpFiles, reason: str, detail: str) -> None:
         """Leave a failure record instead of a dump, and free what was written."""
+        self.failures[reason] += 1
         self._discard(files.rid)
         files.data.unlink(missing_ok=True)
         if files.folder.is_dir():
@@ -111,8 +129,10 @@ class Assembly:
         layout = DumpLayout(rid.length, facts.residual_ids, facts.hidden_size, facts.dtype)
         descriptor = os.open(files.data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._open[files.rid] = _Open(files, layout, descriptor)
-        # A tmpfs that is full would kill a writer of a mapping by SIGBUS: reserve first, then write.
-        os.posix_fallocate(descriptor, 0, layout.file_bytes)
+        if rid.kind is Kind.SAMPLE:
+            self._room.reserve(descriptor, layout.file_bytes)
+        else:
+            os.ftruncate(descriptor, layout.file_bytes)
         os.pwrite(descriptor, layout.header(files.rid), 0)
 
     def _commit(self, dump: _Open) -> None:
@@ -127,12 +147,14 @@ class Assembly:
             hidden_size=layout.hidden_size,
             dtype=layout.dtype,
             bytes=layout.file_bytes,
-            hidden_states_crc32=dump.states_crc32,
-            token_ids_crc32=dump.ids_crc32,
+            row_checksums_crc32=dump.checksums_crc32,
             token_sha256=dump.ids_sha256.hexdigest(),
             chunks=dump.chunks,
             committed_at=time.time(),
         ).write(dump.files.commit)
+        self.dumps += 1
+        self.tokens += layout.tokens
+        self.bytes += layout.file_bytes
 
     def _discard(self, rid: str) -> None:
         dump = self._open.pop(rid, None)

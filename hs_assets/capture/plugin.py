@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, ReadyRecord, RefusedRecord
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SESSION = "_hs_assets_session"
+_DRAIN_SECONDS = 10.0
 
 
 def register() -> None:
@@ -47,13 +52,25 @@ def _around_load_model(load_model: Callable[..., Any], runner: Any, *args: Any, 
         raise RefusedError("capture is refused on this server", got="; ".join(reasons))
     result = load_model(runner, *args, **kwargs)
     try:
-        session, ready = _start(runner, config, spool, rank)
+        session, ready = _start(runner, config, rank)
     except RefusedError as error:
         RefusedRecord(config.server, rank, (str(error),)).write(spool.refused_record(rank))
         raise
     setattr(runner, _SESSION, session)
+    signal.signal(signal.SIGTERM, partial(_on_term, session))
     ready.write(spool.ready_record(rank))
     return result
+
+
+def _on_term(session: Session, number: int, _frame: FrameType | None) -> None:
+    """Write what was captured, then end as the signal ends a process."""
+    signal.signal(number, signal.SIG_DFL)
+
+    def drain() -> None:
+        session.monitor.drain(_DRAIN_SECONDS)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=drain).start()  # a handler must not wait: it may have interrupted what it would wait for
 
 
 def _around_forward(forward: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,11 +81,10 @@ def _around_forward(forward: Callable[..., Any], runner: Any, forward_batch: Any
         return forward(runner, forward_batch, *args, **kwargs)
 
 
-def _start(runner: Any, config: CaptureConfig, spool: Spool, rank: int) -> tuple[Session, ReadyRecord]:
+def _start(runner: Any, config: CaptureConfig, rank: int) -> tuple[Session, ReadyRecord]:
     """Put the hooks into the loaded model; return the session and what to say of it."""
     import torch
 
-    from hs_assets.capture.assembly import DumpFacts
     from hs_assets.capture.points import capture_layers, find_points
     from hs_assets.capture.session import Session
     from hs_assets.errors import RefusedError
@@ -80,9 +96,8 @@ def _start(runner: Any, config: CaptureConfig, spool: Spool, rank: int) -> tuple
     read_back = capture_layers(points, tuple(aux))
     dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[runner.dtype]
     model_config, chunk = runner.model_config, runner.server_args.chunked_prefill_size
-    facts = DumpFacts(config.server, config.state_fingerprint, config.residual_ids, model_config.hidden_size, dtype)
     device = next(points.body.parameters()).device
-    session = Session(spool, facts, rank, config.writer_threads, points, device)
+    session = Session(config, rank, points, model_config.hidden_size, dtype, device)
     ready = ReadyRecord(
         server=config.server,
         capture_version=CAPTURE_VERSION,
@@ -99,6 +114,7 @@ def _start(runner: Any, config: CaptureConfig, spool: Spool, rank: int) -> tuple
         writes=rank == 0,
         hooks=("load_model", "forward", "final_norm", "logits_processor", *(f"input_norm_{i}" for i in aux)),
         chunk_tokens=chunk if chunk is not None and chunk > 0 else None,
+        device_bytes_per_token=session.device_bytes_per_token,
         context_length=model_config.context_len,
         pid=os.getpid(),
     )

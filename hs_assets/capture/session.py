@@ -11,16 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hs_assets.capture.assembly import DumpFacts
+from hs_assets.capture.assembly import Assembly, DumpFacts
 from hs_assets.capture.batch import Segment, segments
+from hs_assets.capture.checksums import row_checksums
+from hs_assets.capture.monitor import Monitor
 from hs_assets.capture.points import Points, probe_layer_input
+from hs_assets.capture.room import Room
 from hs_assets.capture.transfer import StatesBatch, Transfer
 from hs_assets.capture.writers import Failed, Writers
 from hs_assets.errors import WireError
+from hs_assets.wire.dump import TOKEN_BYTES
+from hs_assets.wire.records import CaptureConfig
 from hs_assets.wire.rid import Kind, Rid, parse_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
@@ -44,32 +50,42 @@ class _Pass:
 
 
 class Session:
-    """Capture in one scheduler process. Arguments: see `CaptureConfig`; ``rank`` 0 writes the dumps of samples."""
+    """Capture in one scheduler process; ``rank`` 0 writes the dumps of samples. ``dtype`` is the safetensors name."""
 
     def __init__(
-        self, spool: Spool, facts: DumpFacts, rank: int, writer_threads: int, points: Points, device: torch.device
+        self, config: CaptureConfig, rank: int, points: Points, hidden_size: int, dtype: str, device: torch.device
     ) -> None:
+        spool, ids = Spool(Path(config.spool)), config.residual_ids
         self._spool = spool
         self._rank = rank
-        self._aux = facts.residual_ids[:-1]
-        self._hidden_size = facts.hidden_size
-        self._writers = Writers(writer_threads, facts)
-        self._transfer = Transfer(self._writers, device)
-        probe_facts = DumpFacts(facts.server, facts.state_fingerprint, self._aux, facts.hidden_size, facts.dtype)
-        self._probe_writers = Writers(1, probe_facts)
-        self._probe_transfer = Transfer(self._probe_writers, device)
+        self._aux = ids[:-1]
+        self._hidden_size = hidden_size
+        room = Room(spool.dumps, config.spool_bytes)
+        facts = DumpFacts(config.server, config.state_fingerprint, ids, hidden_size, dtype)
+        self._writers = Writers(config.writer_threads, lambda: Assembly(facts, room))
+        probe_facts = DumpFacts(config.server, config.state_fingerprint, self._aux, hidden_size, dtype)
+        self._probe_writers = Writers(1, lambda: Assembly(probe_facts, room))
+        self._transfer = Transfer(device, config.backlog_bytes)
+        self.monitor = Monitor(spool.counters(rank), config.server, rank, self._writers, self._transfer, room)
         self._pass: _Pass | None = None
-        self._dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[facts.dtype]
+        self._dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
         points.norm.register_forward_hook(self._after_final_norm)
         points.logits_processor.register_forward_pre_hook(self._before_logits, with_kwargs=True)
         for residual_id in self._aux:
             probe_layer_input(points.layers[residual_id], partial(self._probe, residual_id))
         (spool.canary / f"rank-{rank}").mkdir(mode=0o700, exist_ok=True)
 
+    @property
+    def device_bytes_per_token(self) -> int:
+        """Device memory that a token takes until it is copied: SGLang's auxiliary states, ours with the final one, its id."""
+        slots = len(self._aux)
+        return (2 * slots + 1) * self._hidden_size * self._dtype.itemsize + TOKEN_BYTES
+
     @contextmanager
     def batch(self, forward_batch: Any) -> Iterator[None]:
         """Around one forward pass of the scheduler."""
-        self._pass = self._begin(forward_batch) if forward_batch.forward_mode.is_extend() and forward_batch.rids else None
+        with self.monitor.on_scheduler():
+            self._pass = self._begin(forward_batch) if forward_batch.forward_mode.is_extend() and forward_batch.rids else None
         try:
             yield
         finally:
@@ -87,7 +103,7 @@ class Session:
             return _Pass([(one, self._files(one.rid)) for one in found if one.rid in rids], forward_batch.input_ids)
         except Exception as error:  # the clients learn of it by their samples' failure records
             for rid in rids:
-                self._writers.put(Failed(self._files(rid), "capture_error", repr(error)))
+                self._writers.put(Failed(self._files(rid), rid, "capture_error", repr(error)))
             return None
 
     def _files(self, rid: Rid) -> DumpFiles:
@@ -108,12 +124,14 @@ class Session:
             return
         current.submitted = True
         try:
-            aux = kwargs["aux_hidden_states"] if "aux_hidden_states" in kwargs else args[_AUX_ARGUMENT]
-            token_ids = current.token_ids.to(torch.int32)
-            states = self._stack(aux, current.final)
-            self._transfer.submit(StatesBatch(current.segments, token_ids, states))
-            if current.has_canary:
-                self._submit_probes(current, token_ids)
+            with self.monitor.on_scheduler():
+                aux = kwargs["aux_hidden_states"] if "aux_hidden_states" in kwargs else args[_AUX_ARGUMENT]
+                token_ids = current.token_ids.to(torch.int32, copy=True)
+                states = self._stack(aux, current.final)
+                batch = StatesBatch(self._writers, current.segments, token_ids, states, row_checksums(states))
+                self._transfer.submit(batch)
+                if current.has_canary:
+                    self._submit_probes(current, token_ids)
         except Exception as error:  # the clients learn of it by their samples' failure records
             self._fail(current, "capture_error", repr(error))
 
@@ -124,7 +142,7 @@ class Session:
             for segment, files in current.segments
             if segment.rid.kind is Kind.CANARY
         ]
-        self._probe_transfer.submit(StatesBatch(canaries, token_ids, probed))
+        self._transfer.submit(StatesBatch(self._probe_writers, canaries, token_ids, probed, row_checksums(probed)))
 
     def _stack(self, aux: Any, final: torch.Tensor | None) -> torch.Tensor:
         """All states of a pass, [T, K+1, H], from the model's auxiliary ones (packed [T, K*H], or a list of [T, H])."""
@@ -144,5 +162,5 @@ class Session:
         return torch.cat([aux.view(rows, slots, self._hidden_size), final.unsqueeze(1)], dim=1)
 
     def _fail(self, current: _Pass, reason: str, detail: str) -> None:
-        for _, files in current.segments:
-            self._writers.put(Failed(files, reason, detail))
+        for segment, files in current.segments:
+            self._writers.put(Failed(files, segment.rid, reason, detail))

@@ -10,65 +10,93 @@ import queue
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
+from hs_assets.capture.assembly import Chunk
 from hs_assets.capture.batch import Segment
 from hs_assets.capture.writers import Failed, Rows, Writers
 from hs_assets.wire.spool import DumpFiles
 
-T = TypeVar("T")
-
 _BLOCK_BYTES = 64 << 20
 _BLOCKS = 16
-_BACKLOG_BYTES = 4 << 30
-"""Device memory that states waiting for their copy may hold; beyond it samples fail instead of the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatesBatch:
     """The states of one forward pass.
 
-    ``segments`` and where each one's dump lies; ``token_ids`` int32 [T]; ``states`` [T, K+1, H], contiguous.
+    ``segments`` and where each one's dump lies; ``token_ids`` int32 [T]; ``states`` [T, K+1, H], contiguous; their
+    ``checksums`` int32 [T], made on the forward stream: later than that nothing may change a row unseen. ``writers`` are
+    those that shall write them.
     """
 
+    writers: Writers
     segments: list[tuple[Segment, DumpFiles]]
     token_ids: torch.Tensor
     states: torch.Tensor
+    checksums: torch.Tensor
 
 
 class Transfer:
-    """Takes batches from the scheduler's thread and hands their rows to the writers."""
+    """Takes batches from the scheduler's thread and hands their rows to the writers.
 
-    def __init__(self, writers: Writers, device: torch.device) -> None:
-        self._writers = writers
+    Arguments:
+        backlog_bytes: device memory that states waiting for their copy may hold; beyond it samples fail, not the server.
+    """
+
+    def __init__(self, device: torch.device, backlog_bytes: int) -> None:
         self._device = device
+        self._limit = backlog_bytes
         self._backlog = 0
         self._lock = threading.Lock()
+        self.high_water_bytes = 0
+        self._thread: threading.Thread | None = None
         if device.type == "cuda":
             self._jobs: queue.SimpleQueue[tuple[StatesBatch, torch.cuda.Event]] = queue.SimpleQueue()
-            threading.Thread(target=self._copy_all, name="hs-assets-transfer", daemon=True).start()
+            self._thread = threading.Thread(target=self._copy_all, name="hs-assets-transfer", daemon=True)
+            self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted is with the writers."""
+        return self._backlog == 0
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Of states that wait for their copy."""
+        return self._backlog
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that copies runs; always on the CPU, which needs none."""
+        return self._thread is None or self._thread.is_alive()
 
     def submit(self, batch: StatesBatch) -> None:
         """Hand over one forward pass; called on the scheduler's thread, never blocks."""
-        if self._device.type != "cuda":
-            for segment, files in batch.segments:
-                end = segment.start + segment.rows
-                host = _bytes(batch.token_ids[segment.start : end]), _bytes(batch.states[segment.start : end])
-                self._writers.put(Rows(files, segment.rid, segment.prefix, partial(_identity, host), partial(_identity, None)))
+        if self._device.type == "cuda":
+            self._enqueue(batch)
             return
+        for segment, files in batch.segments:
+            end = segment.start + segment.rows
+            ids, sums, states = (part[segment.start : end] for part in (batch.token_ids, batch.checksums, batch.states))
+            chunk = partial(Chunk, _bytes(ids), _bytes(sums), _bytes(states))
+            batch.writers.put(Rows(files, segment.rid, segment.prefix, states.nbytes, chunk, _keep))
+
+    def _enqueue(self, batch: StatesBatch) -> None:
         size = batch.states.nbytes
         with self._lock:
-            fits = self._backlog + size <= _BACKLOG_BYTES
+            fits = self._backlog + size <= self._limit
             self._backlog += size if fits else 0
+            self.high_water_bytes = max(self.high_water_bytes, self._backlog)
         if fits:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)
             ready.record()
             self._jobs.put((batch, ready))
             return
-        for _, files in batch.segments:
-            self._writers.put(Failed(files, "capture_backlog", f"more than {_BACKLOG_BYTES} bytes of states wait on the device"))
+        detail = f"{size} bytes of states would make more than {self._limit} wait on the device"
+        for segment, files in batch.segments:
+            batch.writers.put(Failed(files, segment.rid, "capture_backlog", detail))
 
     def _copy_all(self) -> None:
         torch.cuda.set_device(self._device)
@@ -79,48 +107,45 @@ class Transfer:
         while True:
             batch, ready = self._jobs.get()
             try:
+                ready.synchronize()
                 with torch.cuda.stream(stream):
-                    stream.wait_event(ready)
-                    token_ids = batch.token_ids.cpu()
-                    for segment, files in batch.segments:
-                        self._copy(segment, files, token_ids, batch.states, blocks)
+                    _copy(batch, blocks)
             except Exception as error:  # the clients learn of it by their samples' failure records
-                for _, files in batch.segments:
-                    self._writers.put(Failed(files, "capture_error", repr(error)))
+                for segment, files in batch.segments:
+                    batch.writers.put(Failed(files, segment.rid, "capture_error", repr(error)))
             stream.synchronize()  # the batch's device memory is let go of only now
+            size = batch.states.nbytes
+            del batch
             with self._lock:
-                self._backlog -= batch.states.nbytes
+                self._backlog -= size
 
-    def _copy(
-        self,
-        segment: Segment,
-        files: DumpFiles,
-        token_ids: torch.Tensor,
-        states: torch.Tensor,
-        blocks: queue.SimpleQueue[torch.Tensor],
-    ) -> None:
-        row_bytes = states[0].nbytes
-        rows_per_block = _BLOCK_BYTES // row_bytes
+
+def _copy(batch: StatesBatch, blocks: queue.SimpleQueue[torch.Tensor]) -> None:
+    """Enqueue the copies of a batch's rows, block by block, and hand each block to the writers."""
+    token_ids, checksums = batch.token_ids.cpu(), batch.checksums.cpu()
+    row_bytes = batch.states[0].nbytes
+    rows_per_block = _BLOCK_BYTES // row_bytes
+    for segment, files in batch.segments:
         for first in range(0, segment.rows, rows_per_block):
             start = segment.start + first
             end = min(start + rows_per_block, segment.start + segment.rows)
             block = blocks.get()
             pinned = block[: (end - start) * row_bytes]
-            pinned.copy_(states[start:end].view(torch.uint8).flatten(), non_blocking=True)
-            copied = torch.cuda.Event()
+            pinned.copy_(batch.states[start:end].view(torch.uint8).flatten(), non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
             copied.record()
-            buffers = partial(_after, copied, _bytes(token_ids[start:end]), pinned)
-            self._writers.put(Rows(files, segment.rid, segment.prefix + first, buffers, partial(blocks.put, block)))
+            chunk = partial(_once_copied, copied, token_ids[start:end], checksums[start:end], pinned)
+            batch.writers.put(Rows(files, segment.rid, segment.prefix + first, pinned.nbytes, chunk, partial(blocks.put, block)))
 
 
-def _identity(value: T) -> T:
-    return value
-
-
-def _after(copied: torch.cuda.Event, token_ids: memoryview, pinned: torch.Tensor) -> tuple[memoryview, memoryview]:
-    """Token ids and states once their copy is done; called on a writer thread."""
+def _once_copied(copied: torch.cuda.Event, token_ids: torch.Tensor, checksums: torch.Tensor, pinned: torch.Tensor) -> Chunk:
+    """A chunk once its copy is done; called on a writer thread."""
     copied.synchronize()
-    return token_ids, _bytes(pinned)
+    return Chunk(_bytes(token_ids), _bytes(checksums), _bytes(pinned))
+
+
+def _keep() -> None:
+    """Nothing to hand back: the tensors go with their last reference."""
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

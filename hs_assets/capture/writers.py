@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import zlib
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hs_assets.capture.assembly import Assembly, DumpFacts, failure_reason
+from hs_assets.capture.assembly import Assembly, Chunk, failure_reason
 from hs_assets.wire.rid import Rid
 from hs_assets.wire.spool import DumpFiles
 
@@ -18,16 +18,17 @@ _SWEEP_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A chunk of one request in host memory: what `Assembly.add` takes.
+    """A chunk of one request, for `Assembly.add`.
 
-    ``buffers`` gives (token ids, states) as bytes once they may be read; on CUDA it waits for the copy. ``release``
-    hands the memory back.
+    ``chunk`` gives it once it may be read; on CUDA that waits for the copy. ``release`` hands the memory back. ``size`` is
+    that of its states, in bytes.
     """
 
     files: DumpFiles
     rid: Rid
     prefix: int
-    buffers: Callable[[], tuple[memoryview, memoryview]]
+    size: int
+    chunk: Callable[[], Chunk]
     release: Callable[[], None]
 
 
@@ -36,39 +37,100 @@ class Failed:
     """A request that could not be captured; its failure record is written in the order of its rows."""
 
     files: DumpFiles
+    rid: Rid
     reason: str
     detail: str
 
+    @property
+    def size(self) -> int:
+        return 0
+
 
 class Writers:
-    """A fixed number of writer threads, each with its own queue and its own `Assembly`."""
+    """A fixed number of writer threads, each with its own queue and its own `Assembly`.
 
-    def __init__(self, threads: int, facts: DumpFacts) -> None:
+    Arguments:
+        assemblies: makes the `Assembly` of each thread.
+    """
+
+    def __init__(self, threads: int, assemblies: Callable[[], Assembly]) -> None:
         self._queues: list[queue.SimpleQueue[Rows | Failed]] = [queue.SimpleQueue() for _ in range(threads)]
-        for number, jobs in enumerate(self._queues):
-            threading.Thread(target=_write, args=(jobs, Assembly(facts)), name=f"hs-assets-writer-{number}", daemon=True).start()
+        self._assemblies = [assemblies() for _ in range(threads)]
+        self._seconds = [0.0] * threads
+        self._lock = threading.Lock()
+        self._pending_jobs = 0
+        self._pending_bytes = 0
+        self.pending_high_water_bytes = 0
+        self._threads = [
+            threading.Thread(target=self._write, args=(number,), name=f"hs-assets-writer-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def assemblies(self) -> list[Assembly]:
+        """That of each thread; others may look at their counts only."""
+        return self._assemblies
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was handed over is written."""
+        return self._pending_jobs == 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Handed over and not yet written."""
+        return self._pending_bytes
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of all threads."""
+        return sum(self._seconds)
+
+    @property
+    def alive(self) -> int:
+        """How many threads run."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
+    def count(self) -> int:
+        """How many threads there are to be."""
+        return len(self._threads)
 
     def put(self, job: Rows | Failed) -> None:
         """Hand over a chunk or a failure; never blocks."""
-        self._queues[zlib.crc32(job.files.rid.encode()) % len(self._queues)].put(job)
+        with self._lock:
+            self._pending_jobs += 1
+            self._pending_bytes += job.size
+            self.pending_high_water_bytes = max(self.pending_high_water_bytes, self._pending_bytes)
+        self._queues[job.rid.row % len(self._queues)].put(job)  # rows come in order: neighbours go to different threads
+
+    def _write(self, number: int) -> None:
+        jobs, assembly = self._queues[number], self._assemblies[number]
+        while True:
+            try:
+                job = jobs.get(timeout=_SWEEP_SECONDS)
+            except queue.Empty:
+                assembly.sweep()
+                continue
+            if isinstance(job, Failed):
+                _fail(assembly, job)
+            else:
+                _add(assembly, job)
+            with self._lock:
+                self._pending_jobs -= 1
+                self._pending_bytes -= job.size
+            self._seconds[number] = time.thread_time()
 
 
-def _write(jobs: queue.SimpleQueue[Rows | Failed], assembly: Assembly) -> None:
-    while True:
-        try:
-            job = jobs.get(timeout=_SWEEP_SECONDS)
-        except queue.Empty:
-            assembly.sweep()
-            continue
-        if isinstance(job, Failed):
-            _fail(assembly, job)
-            continue
-        try:
-            assembly.add(job.files, job.rid, job.prefix, *job.buffers())
-        except Exception as error:  # the client learns of it by this sample's failure record; the thread lives on
-            _fail(assembly, Failed(job.files, failure_reason(error), repr(error)))
-        finally:
-            job.release()
+def _add(assembly: Assembly, job: Rows) -> None:
+    try:
+        assembly.add(job.files, job.rid, job.prefix, job.chunk())
+    except Exception as error:  # the client learns of it by this sample's failure record; the thread lives on
+        _fail(assembly, Failed(job.files, job.rid, failure_reason(error), repr(error)))
+    finally:
+        job.release()
 
 
 def _fail(assembly: Assembly, failed: Failed) -> None:

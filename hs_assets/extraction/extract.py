@@ -115,7 +115,7 @@ def capture_only(project: Project, target: Target, key: str, say: Say) -> Report
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
-    owners = Admission(Spool(project.spool_path), 0, say)
+    owners = Admission(Spool(project.spool_path), 0, 0, say)
     try:
         with _outcomes(project, target, report, say, keep=True) as (outcomes, _):
             for outcome in outcomes:
@@ -194,10 +194,10 @@ def _adopt(project: Project, target: Target, plan: Plan, say: Say) -> list[Captu
         return []
     if freed := sweep(spool):
         say(f"freed {freed} dumps that a crash had left half done")
-    owners = Admission(spool, 0, say)
+    owners = Admission(spool, 0, 0, say)
     wanted: dict[int, Prompt] = {prompt.row: prompt for prompt in plan.to_capture}
     adopted = []
-    for text in list(spool.rids()):
+    for text in spool.rids():
         rid, files = parse_rid(text), spool.dump(text)
         if rid is None or rid.partition != plan.prompts.key or not files.whole or not owners.adopt(files):
             continue

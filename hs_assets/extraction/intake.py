@@ -168,7 +168,7 @@ class Intake:
         commit = sample.commit
         norms = tuple(_mean_norm(rows) for rows in states.values())
         part = Part(
-            "", offset, ids, norms, commit.hidden_states_crc32, commit.server, self.destination.run_id, commit.committed_at
+            "", offset, ids, norms, commit.row_checksums_crc32, commit.server, self.destination.run_id, commit.committed_at
         )
         self._unpublished.append((sample.prompt, files, ids, part))
 

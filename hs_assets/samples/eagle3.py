@@ -11,7 +11,7 @@ import numpy as np
 
 from hs_assets.errors import WireError
 from hs_assets.samples.prompts import Prompt
-from hs_assets.wire.dump import HEADER_BYTES, DumpLayout, read_layout, token_sha256
+from hs_assets.wire.dump import HEADER_BYTES, WORD_BYTES, DumpLayout, read_layout, token_sha256
 from hs_assets.wire.records import AnswerRecord, CommitRecord
 from hs_assets.wire.spool import DumpFiles
 
@@ -52,8 +52,8 @@ def load_sample(prompt: Prompt, files: DumpFiles) -> CapturedSample:
     same_header = data[:HEADER_BYTES] == claimed.header(files.rid) and {commit.rid, answer.rid} == {files.rid}
     if not same_header or commit.bytes != layout.file_bytes:
         raise WireError("a dump is not what its records say", where=files.data, expected=commit, got=(layout, answer.rid))
-    sums = (zlib.crc32(states), zlib.crc32(ids), token_sha256(ids))
-    recorded = (commit.hidden_states_crc32, commit.token_ids_crc32, commit.token_sha256)
+    sums = (zlib.crc32(row_checksums(states, layout.row_bytes).data), token_sha256(ids))
+    recorded = (commit.row_checksums_crc32, commit.token_sha256)
     if sums != recorded:
         problem = "the checksums of a dump differ from those in its commit record"
         raise WireError(problem, where=files.data, expected=recorded, got=sums)
@@ -61,3 +61,11 @@ def load_sample(prompt: Prompt, files: DumpFiles) -> CapturedSample:
     return CapturedSample(
         prompt, commit, answer, np.frombuffer(ids, "<i4"), np.frombuffer(states, DTYPES[layout.dtype]).reshape(shape)
     )
+
+
+def row_checksums(rows: memoryview | bytes, row_bytes: int) -> np.ndarray:
+    """The checksum (`hs_assets.wire.dump`) of each row, uint32 [T]."""
+    words = np.frombuffer(rows, "<u4").reshape(-1, row_bytes // WORD_BYTES)
+    weights = np.arange(words.shape[1], dtype="<u4") * 2 + 1
+    sums: np.ndarray = np.einsum("ij,j->i", words, weights)
+    return sums

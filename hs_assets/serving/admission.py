@@ -1,7 +1,7 @@
 """Bytes in flight, over all processes of a home, never exceed the spool's budget: a full spool slows the pipeline.
 
-A claim file is made before the request is sent and removed with the dump. What is counted is every dump that has a
-claim: the size of its data file, which is reserved whole at its first chunk, or what the claim says before that.
+A claim file is made before the request is sent and removed with the dump; what it says is counted, from that moment on.
+Dumps that are not written yet have a smaller budget of their own: their states may still lie in device memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 from hs_assets.errors import SpoolError
 from hs_assets.serving.state import lives
 from hs_assets.wire.records import ClaimRecord
-from hs_assets.wire.spool import DumpFiles, Spool
+from hs_assets.wire.spool import COMMIT, DumpFiles, Spool
 
 KEPT = 0
 """Owner of dumps that a run left on purpose (`raw_dumps` alone)."""
@@ -29,15 +29,24 @@ _SAY_SECONDS = 10.0
 
 
 class Admission:
-    """Claims room in a spool; safe to use from many threads and processes."""
+    """Claims room in a spool; safe to use from many threads and processes.
 
-    def __init__(self, spool: Spool, budget: int, say: Callable[[str], None]) -> None:
+    Arguments:
+        budget: most bytes of all dumps.
+        backlog: most bytes of those that are not written yet; a larger one is let in alone.
+        say: is told when requests wait for room.
+    """
+
+    def __init__(self, spool: Spool, budget: int, backlog: int, say: Callable[[str], None]) -> None:
         self._spool = spool
         self._budget = budget
+        self._backlog = backlog
         self._say = say
         self._created = psutil.Process().create_time()
         self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
         self._waiting = 0
+        self._seen = ""
         self.waited_seconds = 0.0
         self.high_water_bytes = 0
 
@@ -59,6 +68,8 @@ class Admission:
                 expected=f"at most {self._budget:,} bytes",
                 got=f"{size:,} bytes",
             )
+        if self._try_claim(files, size):
+            return
         began = said = time.monotonic()
         with self._counted():
             while not self._try_claim(files, size):
@@ -66,9 +77,7 @@ class Admission:
                     raise SpoolError("the run ended while a request waited for room", where=files.rid)
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
-                    self._say(
-                        f"the spool is full: a request has waited {said - began:.0f} s for {size:,} of {self._budget:,} bytes"
-                    )
+                    self._say(f"the spool is full: a request has waited {said - began:.0f} s for {size:,} bytes; {self._seen}")
                 time.sleep(_POLL_SECONDS)
         with self._lock:
             self.waited_seconds += time.monotonic() - began
@@ -91,15 +100,22 @@ class Admission:
 
     def _try_claim(self, files: DumpFiles, size: int) -> bool:
         with self._locked():
-            used = self._used()
-            if used + size > self._budget:
+            used, unwritten = self._use()
+            self._seen = f"{used:,} of {self._budget:,} are taken, {unwritten:,} of {self._backlog:,} not written yet"
+            if used + size > self._budget or (unwritten and unwritten + size > self._backlog):
                 return False
             ClaimRecord(files.rid, size, os.getpid(), self._created).write(files.claim)
         self.high_water_bytes = max(self.high_water_bytes, used + size)
         return True
 
-    def _used(self) -> int:
-        return sum(_bytes_of(self._spool.dump(rid)) for rid in self._spool.rids())
+    def _use(self) -> tuple[int, int]:
+        """Bytes of all dumps, and of those that are not written yet."""
+        listing = self._spool.listing()
+        known, self._sizes = self._sizes, {}
+        for rid in listing:
+            self._sizes[rid] = known[rid] if rid in known else _bytes_of(self._spool.dump(rid))
+        unwritten = sum(size for rid, size in self._sizes.items() if COMMIT not in listing[rid])
+        return sum(self._sizes.values()), unwritten
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -121,7 +137,7 @@ class Admission:
 def sweep(spool: Spool) -> int:
     """Free the dumps of processes that are gone, unless they are whole and can still be used; returns how many."""
     freed = 0
-    for rid in list(spool.rids()):
+    for rid in spool.rids():
         files = spool.dump(rid)
         with suppress(FileNotFoundError):
             if not files.whole and _abandoned(files):
@@ -138,15 +154,16 @@ def _abandoned(files: DumpFiles) -> bool:
 
 
 def _bytes_of(files: DumpFiles) -> int:
-    with suppress(FileNotFoundError):
-        return files.data.stat().st_size
+    """What the claim of a dump says, or the size of a dump that nobody claims any more."""
     with suppress(FileNotFoundError):
         return ClaimRecord.parse(files.claim.read_text(), files.claim).bytes
+    with suppress(FileNotFoundError):
+        return files.data.stat().st_size
     return 0
 
 
 def spool_use(path: Path) -> tuple[int, int]:
     """Number of dumps in a spool, and their bytes."""
     spool = Spool(path)
-    rids = list(spool.rids()) if spool.dumps.is_dir() else []
+    rids = spool.rids() if spool.dumps.is_dir() else []
     return len(rids), sum(_bytes_of(spool.dump(rid)) for rid in rids)

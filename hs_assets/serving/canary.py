@@ -93,7 +93,7 @@ def _one(prompt: Prompt, plan: LaunchPlan, state: ServerState, spool: Spool, htt
         _compare_probe(sample, probe, rank)
         states.append(sample)
     for rank, sample in enumerate(states):
-        if sample.commit.hidden_states_crc32 != states[0].commit.hidden_states_crc32:
+        if sample.commit.row_checksums_crc32 != states[0].commit.row_checksums_crc32:
             difference = np.abs(sample.states.astype(np.float32) - states[0].states.astype(np.float32)).max()
             raise _failed(
                 Violation(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +28,9 @@ from hs_assets.wire.spool import DumpFiles, Spool
 
 TOP_LOGPROBS = 20
 _POLL_SECONDS = 0.005
+_IDLE_SECONDS = 1.0
+_NOTICE_SECONDS = 3.0
+_NOTICE_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,21 @@ class Failed:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What came of a request: an answer, then its dump is still to come; a failure; or nothing, where it was not even sent."""
+
+    prompt: Prompt
+    files: DumpFiles
+    result: AnswerRecord | Failed | ServerDiedError | None
+    at: float
+
+
 class CaptureClient:
     """Sends the prompts of a run; use as a context manager.
+
+    One thread claims room and sends, one prompt after another, as long as fewer than ``max_in_flight`` wait for their HTTP
+    answer. Whoever takes the outcomes waits for the dumps, so that no request is held back until another is written.
 
     Arguments:
         layout: of a dump of one token, from which the sizes of all follow.
@@ -75,8 +94,13 @@ class CaptureClient:
             trust_env=False,
         )
         self._pool = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix="hs-assets-request")
+        self._slots = threading.Semaphore(settings.max_in_flight)
+        self._replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
+        self._open: dict[str, DumpFiles] = {}
+        self._feeder: threading.Thread | None = None
         self._give_up = threading.Event()
-        self.admission = Admission(self._spool, state.spool_bytes, say)
+        self._looked = 0.0
+        self.admission = Admission(self._spool, state.spool_bytes, state.backlog_bytes, say)
 
     @property
     def spool_bytes(self) -> int:
@@ -89,49 +113,84 @@ class CaptureClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._give_up.set()
         self._http.close()
+        if self._feeder is not None:
+            self._feeder.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for files in self._open.values():
+            files.free()
 
     def capture(self, partition: str, prompts: Sequence[Prompt]) -> Iterator[Captured | Failed | None]:
-        """Capture prompts, many at once, and give each outcome as it comes; None where nothing came for a second.
+        """Capture prompts, many at once, and give each outcome as it comes; None where nothing came for a second. Once only.
 
         Raises:
             ServerDiedError: the server went away, and all that it captured before was given.
         """
-        pending: set[Future[Captured | Failed]] = {self._pool.submit(self._one, partition, prompt) for prompt in prompts}
+        self._feeder = threading.Thread(target=self._feed, args=(partition, prompts), name="hs-assets-feeder")
+        self._feeder.start()
+        waiting: list[_Reply] = []
         died: ServerDiedError | None = None
-        while pending:
-            done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
-            if not done:
+        left, gave = len(prompts), time.monotonic()
+        while left:
+            if (reply := self._next_reply(_POLL_SECONDS if waiting else _IDLE_SECONDS)) is not None:
+                waiting.append(reply)
+            for one in list(waiting):
+                outcome = self._outcome(one, died)
+                if outcome is None:
+                    continue
+                waiting.remove(one)
+                left -= 1
+                if isinstance(outcome, ServerDiedError):
+                    died = died or outcome
+                    self._give_up.set()
+                if isinstance(outcome, Captured):
+                    self._open.pop(one.files.rid)
+                elif self._open.pop(one.files.rid, None) is not None:
+                    one.files.free()
+                if isinstance(outcome, Captured | Failed):
+                    yield outcome
+                    gave = time.monotonic()
+            if time.monotonic() - gave > _IDLE_SECONDS:
                 yield None
-            for future in done:
-                try:
-                    yield future.result()
-                except ServerDiedError as error:
-                    died = died or error
-                    pending = {other for other in pending if not other.cancel()}
+                gave = time.monotonic()
         if died is not None:
             raise died
 
-    def _one(self, partition: str, prompt: Prompt) -> Captured | Failed:
-        rid = new_rid(partition, prompt.row, len(prompt.input_ids))
-        files = self._spool.dump(str(rid))
-        size = DumpLayout(rid.length, self._layout.residual_ids, self._layout.hidden_size, self._layout.dtype).file_bytes
+    def _feed(self, partition: str, prompts: Sequence[Prompt]) -> None:
+        """Send all prompts in their order; runs in its own thread."""
+        for prompt in prompts:
+            rid = new_rid(partition, prompt.row, len(prompt.input_ids))
+            files, layout = self._spool.dump(str(rid)), dataclasses.replace(self._layout, tokens=rid.length)
+            self._slots.acquire()
+            refused = self._claim(prompt, files, layout.file_bytes)
+            if refused is None:
+                self._pool.submit(self._send, prompt, files)
+                continue
+            self._replies.put(refused)
+            self._slots.release()
+
+    def _claim(self, prompt: Prompt, files: DumpFiles, size: int) -> _Reply | None:
+        """Claim room for a dump; gives a reply where there will be none."""
+        if self._give_up.is_set():
+            return _Reply(prompt, files, None, 0)
         try:
             self.admission.claim(files, size, self._give_up)
         except SpoolError as error:
-            return Failed(prompt, "larger_than_spool" if size > self._state.spool_bytes else "given_up", str(error))
-        outcome = None
-        try:
-            outcome = self._send(prompt, files)
-        finally:
-            if not isinstance(outcome, Captured):
-                files.free()
-        return outcome
+            reason = "larger_than_spool" if size > self._state.spool_bytes else "given_up"
+            return _Reply(prompt, files, Failed(prompt, reason, str(error)), 0)
+        self._open[files.rid] = files
+        return None
 
-    def _send(self, prompt: Prompt, files: DumpFiles) -> Captured | Failed:
+    def _send(self, prompt: Prompt, files: DumpFiles) -> None:
+        """One request, up to its HTTP answer; runs in the pool."""
+        try:
+            result = self._ask(prompt, files)
+        finally:
+            self._slots.release()
+        self._replies.put(_Reply(prompt, files, result, time.monotonic()))
+
+    def _ask(self, prompt: Prompt, files: DumpFiles) -> AnswerRecord | Failed | ServerDiedError:
         try:
             answer = ask(self._http, self._state.url, files.rid, prompt.input_ids.tolist())
-            outcome = wait_for_commit(files, self._settings.commit_seconds)
         except httpx.HTTPStatusError as error:
             return Failed(prompt, "server_error", f"HTTP {error.response.status_code}: {error.response.text[:300]}")
         except (KeyError, TypeError, ValueError) as error:
@@ -139,25 +198,44 @@ class CaptureClient:
         except httpx.TimeoutException as error:
             return Failed(prompt, "timeout", f"no answer within {self._settings.request_seconds:.0f} s: {error!r}")
         except httpx.HTTPError as error:
-            self._check_server(error)
-            return Failed(prompt, "connection_lost", repr(error))
-        except WireError as error:
-            self._check_server(error)
-            return Failed(prompt, "no_dump", str(error))
-        if isinstance(outcome, FailureRecord):
-            return Failed(prompt, outcome.reason, outcome.detail)
+            return self._why_gone(_NOTICE_SECONDS) or Failed(prompt, "connection_lost", repr(error))
         answer.write(files.answer)
-        return Captured(prompt, files)
+        return answer
 
-    def _check_server(self, error: Exception) -> None:
-        """Raise ServerDiedError if that is why a request broke; a watchdog takes a moment to notice."""
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and not self._give_up.is_set():
+    def _next_reply(self, seconds: float) -> _Reply | None:
+        with suppress(queue.Empty):
+            return self._replies.get(timeout=seconds)
+        return None
+
+    def _outcome(self, reply: _Reply, died: ServerDiedError | None) -> Captured | Failed | ServerDiedError | None:
+        """What became of a request; None as long as its dump is to come."""
+        if not isinstance(reply.result, AnswerRecord):
+            return reply.result or died or ServerDiedError("the run was given up")
+        files, late = reply.files, time.monotonic() - reply.at
+        if files.commit.exists():
+            return Captured(reply.prompt, files)
+        if files.failure.exists():
+            failure = FailureRecord.read(files.failure)
+            return Failed(reply.prompt, failure.reason, failure.detail)
+        if late > self._settings.commit_seconds:
+            detail = f"the server answered, but left no dump within {self._settings.commit_seconds:.0f} s: see its log"
+            return self._why_gone(0) or Failed(reply.prompt, "no_dump", detail)
+        if late > _IDLE_SECONDS and (died or time.monotonic() - self._looked > _IDLE_SECONDS):
+            self._looked = time.monotonic()
+            return died or self._why_gone(0)
+        return None
+
+    def _why_gone(self, seconds: float) -> ServerDiedError | None:
+        """Why the server is gone, if it is; a watchdog takes some `seconds` to notice."""
+        deadline = time.monotonic() + seconds
+        while True:
             try:
                 require_up(self._folder, self._state.server)
             except ServerDiedError as died:
-                raise died from error
-            time.sleep(0.2)
+                return died
+            if time.monotonic() >= deadline or self._give_up.is_set():
+                return None
+            time.sleep(_NOTICE_POLL_SECONDS)
 
 
 def ask(http: httpx.Client, url: str, rid: str, input_ids: list[int]) -> AnswerRecord:

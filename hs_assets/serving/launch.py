@@ -96,15 +96,15 @@ def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
     Spool(project.spool_path).make()
     plugin = expose_plugin(ServerFolder(project.home.server).plugin)
     env = {**target.env, "PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, [target.env.get("PYTHONPATH")])])}
-    identity = json.dumps(
-        [target.argv, sorted(env.items()), target.layer_set.id, target.spec.fingerprint, source_hash(), server.writer_threads]
-    )
+    capture = (target.layer_set.id, source_hash(), server.writer_threads, server.backlog_bytes)
+    identity = json.dumps([target.argv, sorted(env.items()), target.spec.fingerprint, capture])
     return LaunchPlan(
         identity=hashlib.sha256(identity.encode()).hexdigest()[:16],
         argv=target.argv,
         env=env,
         spool=str(project.spool_path),
         spool_bytes=spool_budget(project),
+        backlog_bytes=server.backlog_bytes,
         residual_ids=target.layer_set.residual_ids,
         state_fingerprint=target.spec.fingerprint,
         model_path=str(target.facts.path),

@@ -39,6 +39,7 @@ class LaunchPlan(Record):
     env: dict[str, str]
     spool: str
     spool_bytes: int
+    backlog_bytes: int
     residual_ids: tuple[int, ...]
     state_fingerprint: str
     model_path: str
@@ -68,6 +69,7 @@ class ServerState(Record):
     url: str
     spool: str
     spool_bytes: int
+    backlog_bytes: int
     residual_ids: tuple[int, ...]
     state_fingerprint: str
     model_path: str

@@ -23,16 +23,18 @@ from types import FrameType
 import httpx
 import psutil
 
-from hs_assets.errors import HandshakeError, HsAssetsError, ServerStartError
+from hs_assets.errors import HandshakeError, HsAssetsError, ServerError, ServerStartError
 from hs_assets.serving.canary import run_canary
 from hs_assets.serving.server import kill_tree
 from hs_assets.serving.state import FAILED, STARTING, STOPPED, STOPPING, UP, LaunchPlan, ServerFolder, ServerState
-from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, ReadyRecord, RefusedRecord
+from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, CountersRecord, ReadyRecord, RefusedRecord
 from hs_assets.wire.source import source_hash
 from hs_assets.wire.spool import Spool
 
 _POLL_SECONDS = 0.5
 _TERM_SECONDS = 30.0
+_DRAIN_SECONDS = 10.0
+_SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """The ranks meet in a file of the spool: the store that torch opens by itself listens on all interfaces, to anybody."""
@@ -58,7 +60,7 @@ def main(root: Path) -> None:
         state = _note(folder, state, STOPPING, "asked to stop")
     except (HsAssetsError, httpx.HTTPError) as error:
         state = _note(folder, state, STARTING, str(error))
-    _end(process)
+    _end(plan, process)
     _note(folder, state, STOPPED if state.phase == STOPPING else FAILED, state.message)
 
 
@@ -89,6 +91,7 @@ def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[by
         url=f"http://127.0.0.1:{port}",
         spool=plan.spool,
         spool_bytes=plan.spool_bytes,
+        backlog_bytes=plan.backlog_bytes,
         residual_ids=plan.residual_ids,
         state_fingerprint=plan.state_fingerprint,
         model_path=plan.model_path,
@@ -111,7 +114,15 @@ def _prepare_spool(plan: LaunchPlan, server: str) -> Spool:
     spool.make()
     for stale in (*spool.ready.iterdir(), *spool.canary.glob("*/*")):
         stale.unlink(missing_ok=True)
-    CaptureConfig(plan.spool, server, plan.residual_ids, plan.state_fingerprint, plan.writer_threads).write(spool.config)
+    CaptureConfig(
+        spool=plan.spool,
+        server=server,
+        residual_ids=plan.residual_ids,
+        state_fingerprint=plan.state_fingerprint,
+        writer_threads=plan.writer_threads,
+        spool_bytes=plan.spool_bytes,
+        backlog_bytes=plan.backlog_bytes,
+    ).write(spool.config)
     return spool
 
 
@@ -187,6 +198,12 @@ def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[byte
     """Return when the server has to end or has ended, and why."""
     last_used = time.monotonic()
     while process.poll() is None:
+        for counters in _counters(plan):
+            if counters.threads_alive < counters.threads:
+                dead = counters.threads - counters.threads_alive
+                raise ServerError(
+                    "capture is broken", where=f"rank {counters.rank}", got=f"{dead} of {counters.threads} threads ended"
+                )
         if folder.live_leases():
             last_used = time.monotonic()
         elif time.monotonic() - last_used > plan.idle_stop_seconds:
@@ -197,10 +214,21 @@ def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[byte
     return f"SGLang ended with exit status {process.returncode}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL to all that is left after a while."""
+def _counters(plan: LaunchPlan) -> list[CountersRecord]:
+    """The last counters of all ranks."""
+    paths = [Spool(Path(plan.spool)).counters(rank) for rank in range(plan.world_size)]
+    return [CountersRecord.read(path) for path in paths if path.exists()]
+
+
+def _end(plan: LaunchPlan, process: subprocess.Popen[bytes]) -> None:
+    """Let it write what it captured, then SIGTERM, and SIGKILL to all that is left after a while."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    began = time.time()
+    while process.poll() is None and time.time() < began + _DRAIN_SECONDS:
+        if all(counters.at > began and not counters.pending_bytes for counters in _counters(plan)):
+            break
+        time.sleep(_POLL_SECONDS)
     process.terminate()
     try:
         process.wait(_TERM_SECONDS)
@@ -209,6 +237,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     _, alive = psutil.wait_procs(family, timeout=2)
     for child in alive:
         child.kill()
+    for member in family:  # what SIGKILL kept its owner from removing, 25 MB a rank
+        for left in _SHARED_MEMORY.glob(f"sgl_shm_mq_{member.pid}_*"):
+            left.unlink(missing_ok=True)
 
 
 def _note(folder: ServerFolder, state: ServerState, phase: str, message: str) -> ServerState:

@@ -3,6 +3,9 @@
 0     header size N, uint64 little-endian; then N bytes of JSON, padded with spaces, so that 8 + N = 4096
 4096  hidden_states  [T, K+1, H], the server's dtype, one row a token, slots in the order of ``residual_ids``
 …     token_ids      int32 [T]
+
+The **checksum of a row** is the sum of its 32-bit little-endian words w_j, each times 2j + 1, modulo 2^32. The server makes
+it on the device, before the row is copied anywhere; the commit record has the crc32 of all row checksums, uint32 [T].
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ DUMP_FORMAT = "hs-assets-dump"
 DUMP_VERSION = "1"
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 TOKEN_BYTES = 4
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from hs_assets.errors import WireError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 CAPTURE_VERSION = 1
 """Changes when the numbers that the capture plugin writes change; part of the state spec."""
 
@@ -96,6 +96,10 @@ class CaptureConfig(Record):
     state_fingerprint: str
     """Of the state spec, copied into every commit record."""
     writer_threads: int
+    spool_bytes: int
+    """Most bytes that the dumps of samples may take together."""
+    backlog_bytes: int
+    """Most device memory that states waiting for their copy may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class ReadyRecord(Record):
     hooks: tuple[str, ...]
     chunk_tokens: int | None
     """Most prompt tokens in one chunk of a prefill; None where prompts are not chunked."""
+    device_bytes_per_token: int
+    """Device memory that the capture of a token takes until it is copied: its states as SGLang gives them, and ours."""
     context_length: int
     pid: int
 
@@ -135,6 +141,37 @@ class RefusedRecord(Record):
     server: str
     rank: int
     reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CountersRecord(Record):
+    """What a rank's capture did since it started; written every second. Bytes are of dumps, seconds of CPU time."""
+
+    kind: ClassVar[str] = "counters"
+    server: str
+    rank: int
+    at: float
+    """Seconds since the epoch."""
+    dumps: int
+    failures: dict[str, int]
+    """Reason → number of samples that the server failed."""
+    tokens: int
+    bytes: int
+    tokens_per_second: float
+    """Committed in the last seconds."""
+    bytes_per_second: float
+    pending_bytes: int
+    """Captured and not yet written, wherever it lies."""
+    pending_high_water_bytes: int
+    device_high_water_bytes: int
+    """Most device memory that states waiting for their copy ever held."""
+    spool_high_water_bytes: int
+    """At most this much lay in the spool at once."""
+    writer_seconds: float
+    scheduler_seconds: float
+    """Spent in hooks, on the thread that runs the model."""
+    threads: int
+    threads_alive: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +188,8 @@ class CommitRecord(Record):
     dtype: str
     bytes: int
     """Size of the dump's file."""
-    hidden_states_crc32: int
-    token_ids_crc32: int
+    row_checksums_crc32: int
+    """crc32 of the checksums of all rows (`hs_assets.wire.dump`)."""
     token_sha256: str
     """The token hash: sha256 of the ids as little-endian int32."""
     chunks: int

@@ -4,6 +4,7 @@
     <spool>/ready/rendezvous                  where the ranks find each other (torch's FileStore)
     <spool>/ready/rank-<r>.json               each rank's `ReadyRecord`, or
     <spool>/ready/refused-<r>.json            its `RefusedRecord`
+    <spool>/ready/counters-<r>.json           each rank's `CountersRecord`, every second
     <spool>/dumps/<rid>.safetensors           a dump; whole once its commit record is there
     <spool>/dumps/<rid>.commit.json           the server's `CommitRecord`, or
     <spool>/dumps/<rid>.failure.json          its `FailureRecord`
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from hs_assets.errors import SpoolError
 
 _MODE = 0o700
 _OTHERS = 0o077
-_SUFFIXES = (".claim.json", ".answer.json", ".commit.json", ".failure.json", ".safetensors")
+CLAIM, ANSWER, COMMIT, FAILURE, DATA = ".claim.json", ".answer.json", ".commit.json", ".failure.json", ".safetensors"
+_SUFFIXES = (CLAIM, ANSWER, COMMIT, FAILURE, DATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +40,23 @@ class DumpFiles:
 
     @property
     def data(self) -> Path:
-        return self.folder / f"{self.rid}.safetensors"
+        return self.folder / f"{self.rid}{DATA}"
 
     @property
     def commit(self) -> Path:
-        return self.folder / f"{self.rid}.commit.json"
+        return self.folder / f"{self.rid}{COMMIT}"
 
     @property
     def failure(self) -> Path:
-        return self.folder / f"{self.rid}.failure.json"
+        return self.folder / f"{self.rid}{FAILURE}"
 
     @property
     def claim(self) -> Path:
-        return self.folder / f"{self.rid}.claim.json"
+        return self.folder / f"{self.rid}{CLAIM}"
 
     @property
     def answer(self) -> Path:
-        return self.folder / f"{self.rid}.answer.json"
+        return self.folder / f"{self.rid}{ANSWER}"
 
     @property
     def whole(self) -> bool:
@@ -100,6 +101,9 @@ class Spool:
     def refused_record(self, rank: int) -> Path:
         return self.ready / f"refused-{rank}.json"
 
+    def counters(self, rank: int) -> Path:
+        return self.ready / f"counters-{rank}.json"
+
     def dump(self, rid: str) -> DumpFiles:
         return DumpFiles(self.dumps, rid)
 
@@ -124,11 +128,15 @@ class Spool:
                     remedy="remove it, or set server.spool_root to a folder of your own",
                 )
 
-    def rids(self) -> Iterator[str]:
-        """The request ids that have any file among the dumps, each once."""
-        seen = set()
-        for path in self.dumps.iterdir():
-            suffix = next((s for s in _SUFFIXES if path.name.endswith(s)), None)
-            if suffix is not None and (rid := path.name.removesuffix(suffix)) not in seen:
-                seen.add(rid)
-                yield rid
+    def listing(self) -> dict[str, set[str]]:
+        """Request id → which of its files lie among the dumps, by their suffix."""
+        found: dict[str, set[str]] = {}
+        for name in os.listdir(self.dumps):  # noqa: PTH208  # every claim looks; iterdir() would make a Path of each
+            suffix = next((s for s in _SUFFIXES if name.endswith(s)), None)
+            if suffix is not None:
+                found.setdefault(name.removesuffix(suffix), set()).add(suffix)
+        return found
+
+    def rids(self) -> list[str]:
+        """The request ids that have any file among the dumps."""
+        return list(self.listing())
