@@ -36,6 +36,8 @@ from hs_assets.wire.rid import Kind, new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
 _LENGTHS = (17, 96)
+_ABOVE_FUSION = 2100
+"""SGLang fuses the all-reduce of up to 2048 tokens with the next norm: one prompt has more, where chunks allow it."""
 _REQUEST_SECONDS = 600.0
 _PROBE_TOLERANCE = 1e-2
 """Of the largest state: the probe and SGLang's own capture round the same sum."""
@@ -71,7 +73,8 @@ def run_canary(plan: LaunchPlan, state: ServerState, ready: list[ReadyRecord]) -
 def _prompts(ready: ReadyRecord) -> list[Prompt]:
     """Random ids away from the ends of the vocabulary, where special tokens live."""
     chunk = ready.chunk_tokens
-    lengths = [*_LENGTHS, *([chunk + chunk // 2] if chunk and chunk + chunk // 2 < ready.context_length else [512])]
+    longest = chunk + chunk // 2 if chunk else _ABOVE_FUSION
+    lengths = [*_LENGTHS, min(longest, ready.context_length - 2)]
     random = np.random.default_rng(0)
     low, high = ready.vocab_size // 8, ready.vocab_size * 3 // 4
     made = []
@@ -92,6 +95,11 @@ def _one(prompt: Prompt, plan: LaunchPlan, state: ServerState, spool: Spool, htt
         probe = _load(prompt, DumpFiles(files.folder, f"{rid}.probe"), answer, plan.commit_timeout_seconds)
         _compare_probe(sample, probe, rank)
         states.append(sample)
+    _compare_ranks(states)
+    return states[0]
+
+
+def _compare_ranks(states: list[CapturedSample]) -> None:
     for rank, sample in enumerate(states):
         if sample.commit.row_checksums_crc32 != states[0].commit.row_checksums_crc32:
             difference = np.abs(sample.states.astype(np.float32) - states[0].states.astype(np.float32)).max()
@@ -100,7 +108,6 @@ def _one(prompt: Prompt, plan: LaunchPlan, state: ServerState, spool: Spool, htt
                     "equal_ranks", f"rank {rank} differs from rank 0 by up to {difference:.3g} on {len(sample.token_ids)} tokens"
                 )
             )
-    return states[0]
 
 
 def _load(prompt: Prompt, files: DumpFiles, answer: AnswerRecord, seconds: float) -> CapturedSample:

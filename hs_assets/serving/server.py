@@ -58,7 +58,7 @@ def require_up(folder: ServerFolder, server: str) -> None:
     state = folder.read_state()
     if state is None or state.server != server or not state.is_up:
         tail = log_tail(Path(state.log)) if state else ""
-        why = state.message if state else "its state file is gone"
+        why = "its state file is gone" if state is None else state.message if state.phase != UP else "its process ended"
         raise ServerDiedError(
             "the server went away",
             where=server,

@@ -7,6 +7,7 @@
     C   SGLang's return_hidden_states, last layer, JSON
     D   ours, up to the last commit record; the consumer frees each dump as it comes
     V   the same under mixed load, and each row is held against the checksum that was made on the device
+    P   the whole pipeline into the zarr store, `--runs` partitions at once, each in its own process
     M   ours, 10,000 short prompts: every id once, the spool empty at the end, the server's memory after a half and at the end
     E   HF transformers, padded batches of 8, output_hidden_states=True, torch.save a sample
 
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -29,8 +32,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -38,18 +42,23 @@ import numpy as np
 import psutil
 
 from hs_assets.config import Project, load_project
+from hs_assets.extraction.extract import extract
 from hs_assets.samples.eagle3 import load_sample
-from hs_assets.samples.prompts import Prompt
+from hs_assets.samples.prompts import Prompt, PromptPartition, PromptRow, write_partition
+from hs_assets.samples.sources import Source
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, ask
 from hs_assets.serving.engine import FLAGS
 from hs_assets.serving.launch import DTYPES, Target, expose_plugin, make_launch_plan, resolve
 from hs_assets.serving.server import kill_tree, lease_server, stop_server
 from hs_assets.serving.state import ServerFolder, ServerState
+from hs_assets.store import open_store
 from hs_assets.wire.dump import DumpLayout, token_sha256
 from hs_assets.wire.records import CommitRecord, CountersRecord
+from hs_assets.wire.rid import sample_id
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.plugins import make_plugin
 
+PARTITION_ROWS = 16
 LOG_NORMAL = (math.log(1024), 1.0, 64, 8192)
 """Mean and deviation of the logarithm of a length, and the shortest and longest."""
 
@@ -204,7 +213,8 @@ def measure_transformers(python: str, model: Path, prompts: list[Prompt], dtype:
 
 
 def report(lines: list[Measurement], machine: str) -> str:
-    """All measurements as a table; the ratio is to A with the same requests in flight and lengths, or to A's best."""
+    """A table, repeats added up; the ratio is to A with the same requests in flight and lengths, or to A's best."""
+    lines = [_sum(list(same)) for _, same in itertools.groupby(sorted(lines, key=_name), key=_name)]
     plain = {(line.in_flight, line.lengths): line for line in lines if line.variant == "A"}
     best = max((line for line in lines if line.variant == "A"), key=lambda line: line.rate, default=None)
     header = ("flight", "lengths", "requests", "tokens/s", "to A", "GB/s", "core-s/GB", "seconds")
@@ -213,11 +223,20 @@ def report(lines: list[Measurement], machine: str) -> str:
         base = plain.get((line.in_flight, line.lengths), best)
         ratio = f"{line.rate / base.rate:.3f}" if base else "-"
         beyond = line.server_cpu_seconds - (base.server_cpu_seconds * line.tokens / base.tokens if base else 0)
-        each = f"{beyond / (line.bytes / 1e9):.2f}" if line.bytes and line.variant in "DVM" else "-"
+        each = f"{beyond / (line.bytes / 1e9):.2f}" if line.bytes and line.variant in "DVMP" else "-"
         written = f"{line.bytes / 1e9 / line.seconds:.2f}" if line.bytes else "-"
         counts = (line.in_flight, line.lengths, line.requests, f"{line.rate:,.0f}")
         rows.append(_row(line.variant, (*counts, ratio, written, each, f"{line.seconds:.1f}")))
     return "\n".join(rows)
+
+
+def _name(line: Measurement) -> tuple[str, str, int]:
+    return line.variant, line.lengths, line.in_flight
+
+
+def _sum(lines: list[Measurement]) -> Measurement:
+    added = ("requests", "tokens", "seconds", "bytes", "server_cpu_seconds")
+    return dataclasses.replace(lines[0], **{name: sum(getattr(line, name) for line in lines) for name in added})
 
 
 def _row(name: str, cells: Sequence[object]) -> str:
@@ -257,7 +276,6 @@ def main() -> None:
 def _run(root: Path, project: Project, target: Target, arguments: argparse.Namespace) -> Iterator[Measurement]:
     variants, flights = arguments.variants.split(","), [int(n) for n in arguments.in_flight.split(",")]
     kinds = arguments.lengths.split(",")
-    plan = make_launch_plan(project, target)
     without_plugin = {**target.env}
     vocab, rates = target.facts.vocab_size, {}
 
@@ -266,14 +284,25 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
         return make_prompts(kind, arguments.tokens, max(int(rate * seconds), arguments.tokens * flight * 2), vocab)
 
     with httpx.Client(timeout=900, limits=httpx.Limits(max_connections=256), trust_env=False) as http:
-        if "A" in variants:
-            with plain_server(list(target.argv), without_plugin, root / "a.log") as (url, server):
-                for kind in kinds:
-                    for flight in flights:
-                        warm = make_prompts(kind, arguments.tokens, arguments.tokens * flight * 2, vocab)
-                        rates[kind, flight] = measure("warm", flight, kind, warm, server, lambda p: ask_plain(url, http, p)).rate
-                        prompts = prompts_for(kind, flight, arguments.seconds)
-                        yield measure("A", flight, kind, prompts, server, lambda p: ask_plain(url, http, p))
+        with _servers(variants, project, target, root) as (plain, ours):
+            for kind, flight in itertools.product(kinds, flights) if {"A", "D"} & set(variants) else ():
+                warm = make_prompts(kind, arguments.tokens, arguments.tokens * flight * 2, vocab)
+                if plain:
+                    rates[kind, flight] = measure("warm", flight, kind, warm, plain[1], partial(ask_plain, plain[0], http)).rate
+                if ours:
+                    measure_ours(flight, kind, warm, project, target, ours)
+                prompts = prompts_for(kind, flight, arguments.seconds)
+                for _ in range(arguments.repeats):  # in turn: what drifts, drifts for both
+                    if plain:
+                        yield measure("A", flight, kind, prompts, plain[1], partial(ask_plain, plain[0], http))
+                    if ours and "D" in variants:
+                        yield measure_ours(flight, kind, prompts, project, target, ours)
+            if ours and "V" in variants:
+                yield _verified(make_prompts("log-normal", 0, arguments.rows, vocab), project, target, ours)
+            if ours and "M" in variants:
+                yield _many(make_prompts("equal", 64, 64 * arguments.many, vocab), project, target, ours)
+            if ours and "P" in variants:
+                yield _pipeline(prompts_for("equal", max(flights), arguments.seconds / 2), project, target, ours, arguments.runs)
         if "defaults" in variants:
             argv = _defaults(target, arguments)
             with plain_server(argv, without_plugin, root / "defaults.log") as (url, server):
@@ -299,16 +328,25 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
         if "E" in variants:
             few = make_prompts("equal", arguments.tokens, arguments.tokens * 32, vocab)
             yield measure_transformers(str(target.python), target.facts.path, few, target.spec.dtype, without_plugin)
-        if {"D", "V", "M"} & set(variants):
-            with lease_server(ServerFolder(project.home.server), plan, "benchmark", say) as state:
-                for kind in kinds if "D" in variants else ():
-                    for flight in flights:
-                        measure_ours(flight, kind, prompts_for(kind, flight, 2), project, target, state)
-                        yield measure_ours(flight, kind, prompts_for(kind, flight, arguments.seconds), project, target, state)
-                if "V" in variants:
-                    yield _verified(make_prompts("log-normal", 0, arguments.rows, vocab), project, target, state)
-                if "M" in variants:
-                    yield _many(make_prompts("equal", 64, 64 * arguments.many, vocab), project, target, state)
+
+
+@contextmanager
+def _servers(
+    variants: Sequence[str], project: Project, target: Target, root: Path
+) -> Iterator[tuple[tuple[str, psutil.Process] | None, ServerState | None]]:
+    """The plain server and ours, as far as the variants need them; both start at once."""
+    plain, ours = None, None
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        starting = None
+        if {"D", "V", "M", "P"} & set(variants):
+            lease = lease_server(ServerFolder(project.home.server), make_launch_plan(project, target), "benchmark", say)
+            starting = pool.submit(stack.enter_context, lease)
+        if "A" in variants:
+            plain = stack.enter_context(plain_server(list(target.argv), {**target.env}, root / "a.log"))
+        if starting is not None:
+            ours = starting.result()
+        yield plain, ours
+    stop_server(ServerFolder(project.home.server), say, force=True)
 
 
 def _verified(prompts: list[Prompt], project: Project, target: Target, state: ServerState) -> Measurement:
@@ -344,6 +382,42 @@ def _many(prompts: list[Prompt], project: Project, target: Target, state: Server
     return line
 
 
+def _pipeline(prompts: list[Prompt], project: Project, target: Target, state: ServerState, runs: int) -> Measurement:
+    """Everything up to published samples, as Dagster's runs do it: some partitions at once, each in its own process."""
+    source = Source("benchmark", project.home.root / "none.jsonl")
+    keys = []
+    for start in range(0, len(prompts), PARTITION_ROWS):
+        key, rows = f"benchmark-{len(keys):05d}", prompts[start : start + PARTITION_ROWS]
+        made = [dataclasses.replace(prompt, row=row) for row, prompt in enumerate(rows)]
+        lines = tuple(PromptRow(sample_id(key, one.row), one.row, start + one.row, one.token_sha256, one) for one in made)
+        write_partition(PromptPartition(key, "0" * 16, source, "", "", lines), project.home.prompts)
+        keys.append(key)
+    server = psutil.Process(state.pid)
+    before, began = cpu_seconds(server), time.monotonic()
+    with ProcessPoolExecutor(runs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        seconds = list(pool.map(_extract, [project.home.root] * len(keys), keys))
+    wall = time.monotonic() - began
+    busy = {name: round(sum(one[name] for one in seconds), 1) for name in seconds[0]}
+    view = open_store(project.store_path).layer_set(target.layer_set.id)
+    layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, DTYPES[target.spec.dtype])
+    size = layout.row_bytes * sum(sample.tokens for _, sample in view.entries)
+    say(f"    {len(view)} samples of {len(keys)} partitions in {runs} processes, {size:,} bytes; their seconds: {busy}")
+    if len(view) != len(prompts):
+        raise SystemExit("samples are missing")
+    tokens = sum(len(prompt.input_ids) for prompt in prompts)
+    return Measurement("P", runs, "equal", len(prompts), tokens, wall, size, cpu_seconds(server) - before)
+
+
+def _extract(home: Path, key: str) -> dict[str, float]:
+    """One partition in a process of its own: wall and CPU seconds."""
+    project = load_project(home)
+    began, cpu = time.monotonic(), time.process_time()
+    report = extract(project, resolve(project), key, "benchmark", lambda _: None)
+    if report.problems:
+        raise SystemExit("; ".join(report.problems))
+    return {"wall": time.monotonic() - began, "capture": report.seconds, "cpu": time.process_time() - cpu}
+
+
 def _defaults(target: Target, arguments: argparse.Namespace) -> list[str]:
     """SGLang's own defaults, but for what the machine needs."""
     argv = [*target.argv[:3], "--model-path", str(target.facts.path), "--host", "127.0.0.1", "--dtype", target.spec.dtype]
@@ -368,7 +442,7 @@ def project_of(root: Path, arguments: argparse.Namespace) -> Project:
     source.touch()
     machine_args = ", ".join(f'"{word}"' for word in arguments.machine_args.split())
     path = arguments.plugin or os.environ.get("PYTHONPATH")
-    env = f'env = {{ PYTHONPATH = "{path}" }}\n' if arguments.python and path else ""
+    env = f'env = {{ PYTHONPATH = "{path}" }}\n' if path and (arguments.python or arguments.plugin) else ""
     budget = f"spool_bytes = {int(arguments.spool_gib * 2**30)}\n" if arguments.spool_gib else ""
     lines = [
         f"layers = [{arguments.layers}]",
@@ -377,6 +451,7 @@ def project_of(root: Path, arguments: argparse.Namespace) -> Project:
         f'[server]\npython = "{arguments.python}"\ntensor_parallel = {arguments.tensor_parallel}\ndtype = "{arguments.dtype}"',
         f"chunk_tokens = {arguments.chunk_tokens}\nwriter_threads = {arguments.writer_threads}\nargs = [{machine_args}]",
         env + budget,
+        f'[store]\npath = "{arguments.store}"' if arguments.store else "",
     ]
     (root / "hs_assets.toml").write_text("\n".join(lines))
     return load_project(root)
@@ -386,12 +461,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--python", default="", help="SGLang's interpreter; empty for the CPU engine")
-    parser.add_argument("--variants", default="A,defaults,B,C,E,D,V,M")
+    parser.add_argument("--variants", default="A,defaults,B,C,E,D,V,M,P")
     parser.add_argument("--in-flight", default="1,8,32")
     parser.add_argument("--lengths", default="equal,log-normal")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the equal prompts")
     parser.add_argument("--seconds", type=float, default=60, help="of each measurement of A and D, about")
     parser.add_argument("--guess", type=float, default=1000, help="tokens/s, where A is not measured")
+    parser.add_argument("--repeats", type=int, default=1, help="of A and D, in turn")
+    parser.add_argument("--runs", type=int, default=4, help="of P, at once")
     parser.add_argument("--rows", type=int, default=120_000, help="of V")
     parser.add_argument("--many", type=int, default=10_000, help="prompts of M")
     parser.add_argument("--layers", default="1, 3, 5")
@@ -402,6 +479,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--spool-gib", type=float, default=0)
     parser.add_argument("--machine-args", default="", help="more arguments of launch_server, for all variants")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--store", default="", help="where P stores; under a temporary folder by default")
     parser.set_defaults(plugin="")
     return parser.parse_args()
 
