@@ -178,7 +178,7 @@ def server_stop(home: Path | None, config: str | None, force: bool) -> None:
 def server_status(home: Path | None, config: str | None, as_json: bool) -> None:
     """Whether the server runs, who uses it, and how full its spool is. Exit status 1 where it is not up."""
     from hs_assets.console import server_lines
-    from hs_assets.serving.admission import spool_use
+    from hs_assets.serving.admission import read_counters, spool_use
     from hs_assets.serving.server import describe
     from hs_assets.serving.state import UP, ServerFolder
 
@@ -186,7 +186,7 @@ def server_status(home: Path | None, config: str | None, as_json: bool) -> None:
     folder = ServerFolder(project.home.server)
     state, leases = folder.read_state(), folder.live_leases()
     dumps, used = spool_use(project.spool_path)
-    phase = describe(state)
+    phase, counters = describe(state), read_counters(project.spool_path)
     if as_json:
         known = dataclasses.asdict(state) if state else {}
         click.echo(
@@ -197,11 +197,12 @@ def server_status(home: Path | None, config: str | None, as_json: bool) -> None:
                     "leases": [dataclasses.asdict(lease) for lease in leases],
                     "dumps": dumps,
                     "spool_used_bytes": used,
+                    "counters": dataclasses.asdict(counters) if counters else None,
                 }
             )
         )
     else:
-        click.echo("\n".join(server_lines(phase, state, leases, dumps, used)))
+        click.echo("\n".join(server_lines(phase, state, leases, dumps, used, counters)))
     sys.exit(0 if phase == UP else 1)
 
 

@@ -12,6 +12,7 @@ from rich.tree import Tree
 from hs_assets.extraction.status import COMPLETE, PartitionStatus
 from hs_assets.serving.state import LeaseRecord, ServerState
 from hs_assets.store.reader import Lineage
+from hs_assets.wire.records import CountersRecord
 
 
 def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
@@ -61,7 +62,14 @@ def lineage_tree(record: Lineage) -> Tree:
     return tree
 
 
-def server_lines(phase: str, state: ServerState | None, leases: Sequence[LeaseRecord], dumps: int, used: int) -> list[str]:
+def server_lines(
+    phase: str,
+    state: ServerState | None,
+    leases: Sequence[LeaseRecord],
+    dumps: int,
+    used: int,
+    counters: CountersRecord | None,
+) -> list[str]:
     """What is known of a server, a line each."""
     if state is None:
         return ["no server was started in this home"]
@@ -75,6 +83,14 @@ def server_lines(phase: str, state: ServerState | None, leases: Sequence[LeaseRe
         f"log       {state.log}",
         f"says      {state.message}",
     ]
+    if counters is not None:
+        failures = ", ".join(f"{reason} {count}" for reason, count in counters.failures.items()) or "none"
+        lines += [
+            f"captured  {counters.dumps:,} dumps, {counters.tokens:,} tokens, {counters.bytes:,} bytes; failed: {failures}",
+            f"now       {counters.tokens_per_second:,.0f} tokens/s, {counters.pending_bytes:,} bytes not written yet",
+            f"at most   {counters.spool_high_water_bytes:,} bytes in the spool, {counters.device_high_water_bytes:,} on the GPU",
+            f"spent     {counters.writer_seconds:.1f} s by writers, {counters.scheduler_seconds:.2f} s on the scheduler's thread",
+        ]
     return lines + [f"lease     {lease.purpose} (pid {lease.pid}, {time.time() - lease.since:.0f} s)" for lease in leases]
 
 

@@ -93,6 +93,8 @@ def _start(runner: Any, config: CaptureConfig, rank: int) -> tuple[Session, Read
     *aux, final = config.residual_ids
     if final != len(points.layers):
         raise RefusedError("the final residual id is not the number of layers", expected=len(points.layers), got=final)
+    if runner.model_config.hidden_size % 2:
+        raise RefusedError("the hidden size is odd", got=runner.model_config.hidden_size, remedy="checksums go by 32-bit words")
     read_back = capture_layers(points, tuple(aux))
     dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[runner.dtype]
     model_config, chunk = runner.model_config, runner.server_args.chunked_prefill_size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 PROVEN = {
-    "0.5.17": frozenset({"Qwen3ForCausalLM", "DeepseekV3ForCausalLM"}),
+    "0.5.17": frozenset({"Qwen3ForCausalLM"}),
     "0.5.23": frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"}),
 }
 """SGLang version → model classes whose captured states equal those of HF transformers (the parity tests)."""

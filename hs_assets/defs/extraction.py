@@ -5,6 +5,7 @@ gives its checks, then fails if anything is incomplete, and only at the end give
 fails both assets, its checks are stored, and running it again asks the server for what is missing.
 """
 
+import dataclasses
 import hashlib
 import math
 import warnings
@@ -138,6 +139,8 @@ def _raw_metadata(report: Report) -> dict[str, dg.MetadataValue]:
         "seconds waited for room in the spool": dg.FloatMetadataValue(round(report.waited_for_spool_seconds, 3)),
         "spool high water (bytes)": dg.IntMetadataValue(report.spool_high_water_bytes),
     }
+    if report.counters is not None:
+        metadata["capture since the server started"] = dg.JsonMetadataValue(dataclasses.asdict(report.counters))
     if report.server is not None:
         server = report.server
         metadata["server"] = dg.JsonMetadataValue(

@@ -15,7 +15,7 @@ from hs_assets.extraction.plan import Plan, make_plan
 from hs_assets.samples.model import load_head
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import Expected, Validator
-from hs_assets.serving.admission import KEPT, Admission, spool_use, sweep
+from hs_assets.serving.admission import KEPT, Admission, read_counters, spool_use, sweep
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Failed
 from hs_assets.serving.launch import Target, make_launch_plan
 from hs_assets.serving.server import lease_server
@@ -24,7 +24,7 @@ from hs_assets.store.layout import create
 from hs_assets.store.manifest import Manifest
 from hs_assets.store.masks import write_final_norm
 from hs_assets.store.writer import ArrayShape
-from hs_assets.wire.records import CommitRecord
+from hs_assets.wire.records import CommitRecord, CountersRecord
 from hs_assets.wire.rid import parse_rid
 from hs_assets.wire.spool import Spool
 
@@ -45,6 +45,8 @@ class Report:
     seconds: float = 0.0
     waited_for_spool_seconds: float = 0.0
     spool_high_water_bytes: int = 0
+    counters: CountersRecord | None = None
+    """Of the rank that writes, as they stood at the end."""
     server: ServerState | None = None
     manifest: Manifest | None = None
     manifest_changed: bool = False
@@ -163,6 +165,7 @@ def _outcomes(
             report.seconds = time.monotonic() - began
             report.waited_for_spool_seconds = client.admission.waited_seconds
             report.spool_high_water_bytes = client.admission.high_water_bytes
+            report.counters = read_counters(project.spool_path)
 
 
 def _watched(

@@ -18,7 +18,7 @@ import psutil
 
 from hs_assets.errors import SpoolError
 from hs_assets.serving.state import lives
-from hs_assets.wire.records import ClaimRecord
+from hs_assets.wire.records import ClaimRecord, CountersRecord
 from hs_assets.wire.spool import COMMIT, DumpFiles, Spool
 
 KEPT = 0
@@ -167,3 +167,9 @@ def spool_use(path: Path) -> tuple[int, int]:
     spool = Spool(path)
     rids = spool.rids() if spool.dumps.is_dir() else []
     return len(rids), sum(_bytes_of(spool.dump(rid)) for rid in rids)
+
+
+def read_counters(path: Path) -> CountersRecord | None:
+    """What the rank that writes says of itself; None where no server has written into this spool yet."""
+    counters = Spool(path).counters(0)
+    return CountersRecord.read(counters) if counters.exists() else None

@@ -441,8 +441,11 @@ def project_of(root: Path, arguments: argparse.Namespace) -> Project:
     source = root / "none.jsonl"
     source.touch()
     machine_args = ", ".join(f'"{word}"' for word in arguments.machine_args.split())
-    path = arguments.plugin or os.environ.get("PYTHONPATH")
-    env = f'env = {{ PYTHONPATH = "{path}" }}\n' if path and (arguments.python or arguments.plugin) else ""
+    path = arguments.plugin or os.environ.get("PYTHONPATH") if arguments.python or arguments.plugin else None
+    if arguments.unproven:
+        os.environ["BENCHMARK_UNPROVEN"] = arguments.unproven
+        path = os.pathsep.join(filter(None, [make_plugin(root / "unproven", Path(__file__).with_name("unproven.py")), path]))
+    env = f'env = {{ PYTHONPATH = "{path}" }}\n' if path else ""
     budget = f"spool_bytes = {int(arguments.spool_gib * 2**30)}\n" if arguments.spool_gib else ""
     lines = [
         f"layers = [{arguments.layers}]",
@@ -480,6 +483,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--machine-args", default="", help="more arguments of launch_server, for all variants")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--store", default="", help="where P stores; under a temporary folder by default")
+    parser.add_argument("--unproven", default="", help="a model class to capture from though it has not passed parity")
     parser.set_defaults(plugin="")
     return parser.parse_args()
 

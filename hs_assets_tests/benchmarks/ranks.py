@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--tensor-parallel", type=int, default=2)
+    parser.add_argument("--unproven", default="")
     parser.add_argument("--fault", default="plain_hook", help="partial_sums on the CPU, which fuses no all-reduce")
     parser.add_argument("--machine-args", default="")
     parser.set_defaults(writer_threads=4, spool_gib=0, store="")
