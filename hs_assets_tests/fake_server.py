@@ -17,14 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from hs_assets.capture.assembly import DumpFacts
 from hs_assets.config import Project
 from hs_assets.samples.eagle3 import DTYPES
 from hs_assets.samples.model import Head, load_head
 from hs_assets.serving.launch import Target, make_launch_plan, resolve
-from hs_assets.serving.state import UP, ServerFolder, ServerState
+from hs_assets.serving.state import UP, ServerFolder, ServerState, started
 from hs_assets.wire.rid import Rid, parse_rid
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.dump_material import make_assembly, make_chunk
@@ -95,7 +94,7 @@ def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = server.answer(body)
+            status, answer = server.answer(body) if self.path == "/generate" else (200, {})
             payload = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(payload)))
@@ -110,7 +109,7 @@ def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer
         threading.Thread(target=http.serve_forever, daemon=True).start()
         folder = ServerFolder(project.home.server)
         folder.make()
-        created = psutil.Process().create_time()
+        created = started(os.getpid())
         state = ServerState(
             phase=UP,
             identity=plan.identity,

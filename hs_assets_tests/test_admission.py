@@ -12,6 +12,7 @@ import pytest
 
 from hs_assets.errors import SpoolError
 from hs_assets.serving.admission import KEPT, Admission, spool_use, sweep
+from hs_assets.serving.state import lives, started
 from hs_assets.wire.records import ClaimRecord
 from hs_assets.wire.rid import new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
@@ -148,7 +149,42 @@ def test_dumps_of_the_living_are_nobody_elses(spool: Spool) -> None:
 
     files = dump(spool, 0)
     parent = psutil.Process(os.getppid())
-    ClaimRecord(files.rid, 10, parent.pid, parent.create_time()).write(files.claim)
+    ClaimRecord(files.rid, 10, parent.pid, started(parent.pid)).write(files.claim)
     fill(files)
     assert sweep(spool) == 0
     assert not Admission(spool, 0, 0, print).adopt(files)
+
+
+def test_a_spool_in_which_nothing_moves_is_given_up(spool: Spool) -> None:
+    """Dumps that a run left on purpose, say, and nobody takes."""
+    admission = Admission(spool, 100, 100, print, patience=0.3)
+    admission.claim(dump(spool, 0), 100, threading.Event())
+    with pytest.raises(SpoolError, match=r"nobody makes room(.|\n)*100 of 100 are taken"):
+        admission.claim(dump(spool, 1), 10, threading.Event())
+
+
+def test_room_that_the_dead_hold_is_found_while_waiting(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hs_assets.serving.admission._SAY_SECONDS", 0.2)
+    dead = dump(spool, 0)
+    ClaimRecord(dead.rid, 100, 2**22 + 7, 0.0).write(dead.claim)
+    Admission(spool, 100, 100, print, patience=20).claim(dump(spool, 1), 50, threading.Event())
+    assert spool_use(spool.root) == (1, 50)
+
+
+def test_claims_of_another_version_count_by_their_dumps(spool: Spool) -> None:
+    files = dump(spool, 0)
+    files.claim.write_text('{"record": "claim", "version": 1}')
+    files.data.write_bytes(bytes(70))
+    assert spool_use(spool.root) == (1, 70)
+    assert not Admission(spool, 0, 0, print).adopt(files)
+    assert sweep(spool) == 1
+    assert spool_use(spool.root) == (0, 0)
+
+
+def test_a_process_is_known_by_its_start(tmp_path: Path) -> None:
+    mine = started(os.getpid())
+    assert lives(os.getpid(), mine)
+    assert not lives(os.getpid(), mine + 1)
+    assert not lives(2**22 + 7, mine)
+    with pytest.raises(ProcessLookupError):
+        started(2**22 + 7)

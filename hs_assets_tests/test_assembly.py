@@ -200,7 +200,7 @@ def test_rows_out_of_order(assembly, files, rid, ends, prefix, rows, had):
 def test_what_comes_after_a_failure_changes_nothing(assembly, files, rid):
     token_ids, states = make_rows(TOKENS)
     add_chunks(assembly, files, rid, token_ids, states, [3])
-    assembly.fail(files, "capture_error", "the first one")
+    assembly.fail(files, rid, "capture_error", "the first one")
     add_chunks(assembly, files, rid, token_ids, states, [6, TOKENS], begin=3)
     assert_failed(files, "capture_error", "the first one")
 
@@ -249,7 +249,7 @@ def test_what_was_done_is_counted(assembly, spool):
     rids = [make_rid(TOKENS, row) for row in range(3)]
     for rid in rids[:2]:
         add_chunks(assembly, claimed(spool, rid), rid, *make_rows(TOKENS), [4, TOKENS])
-    assembly.fail(claimed(spool, rids[2]), "capture_error", "x")
+    assembly.fail(claimed(spool, rids[2]), rids[2], "capture_error", "x")
     assert (assembly.dumps, assembly.tokens) == (2, 2 * TOKENS)
     assert assembly.bytes == sum(path.stat().st_size for path in spool.dumps.glob("*.safetensors"))
     assert assembly.failures == {"capture_error": 1}
@@ -351,13 +351,72 @@ def test_fail_where_the_spool_itself_is_gone(assembly, files, rid):
     add_chunks(assembly, files, rid, *make_rows(TOKENS), [4])
     files.free()
     files.folder.rmdir()
-    assembly.fail(files, "capture_error", "nobody can be told")
+    assembly.fail(files, rid, "capture_error", "nobody can be told")
     assert not files.folder.exists()
     assert open_files(files.folder) == []
 
 
-def test_fail_before_any_chunk(assembly, files):
-    assembly.fail(files, "capture_backlog", "too much waits")
+def test_a_failure_that_comes_too_late_leaves_the_dump(assembly, files, rid):
+    """The request was retracted after its dump was committed, and could not be captured again."""
+    token_ids, states = make_rows(TOKENS)
+    add_chunks(assembly, files, rid, token_ids, states, [TOKENS])
+    assembly.fail(files, rid, "capture_backlog", "too much waits")
+    assert_whole(files, token_ids, states, chunks=1)
+    assert assembly.failures == {}
+
+
+def test_a_failure_is_told_and_counted_once(assembly, files, rid):
+    add_chunks(assembly, files, rid, *make_rows(TOKENS), [4])
+    for number in range(3):
+        assembly.fail(files, rid, "capture_backlog", f"number {number}")
+    assert_failed(files, "capture_backlog", "number 0")
+    assert assembly.failures == {"capture_backlog": 1}
+
+
+def test_nobody_is_told_who_went_away(assembly, files, rid):
+    add_chunks(assembly, files, rid, *make_rows(TOKENS), [4])
+    files.free()
+    assembly.fail(files, rid, "capture_backlog", "too much waits")
+    assert names_in(files.folder) == []
+    assert open_files(files.folder) == []
+
+
+def test_a_client_that_goes_while_its_dump_is_committed_leaves_nothing(assembly, files, rid, monkeypatch):
+    write = CommitRecord.write
+
+    def go_first(record: CommitRecord, path: Path) -> None:
+        files.free()
+        write(record, path)
+
+    monkeypatch.setattr(CommitRecord, "write", go_first)
+    add_chunks(assembly, files, rid, *make_rows(TOKENS), [TOKENS])
+    assert names_in(files.folder) == []
+
+
+def test_a_client_that_goes_while_its_dump_begins_leaves_nothing(assembly, files, rid, monkeypatch):
+    begin = type(assembly)._begin
+
+    def go_first(self: object, *arguments: object) -> None:
+        files.free()
+        begin(self, *arguments)
+
+    monkeypatch.setattr(type(assembly), "_begin", go_first)
+    token_ids, states = make_rows(TOKENS)
+    add_chunks(assembly, files, rid, token_ids, states, [4, TOKENS])
+    assert names_in(files.folder) == []
+    assert open_files(files.folder) == []
+
+
+def test_parts_of_one_batch_are_one_chunk(assembly, files, rid):
+    token_ids, states = make_rows(TOKENS)
+    for begin, end, begins in ((0, 4, True), (4, 7, False), (7, TOKENS, True)):
+        chunk = dataclasses.replace(make_chunk(token_ids[begin:end], states[begin:end]), begins=begins)
+        assembly.add(files, rid, begin, chunk)
+    assert_whole(files, token_ids, states, chunks=2)
+
+
+def test_fail_before_any_chunk(assembly, files, rid):
+    assembly.fail(files, rid, "capture_backlog", "too much waits")
     assert_failed(files, "capture_backlog", "too much waits")
 
 
@@ -392,7 +451,7 @@ def test_a_full_disk(tmp_path, assembly, monkeypatch):
         files = claimed(spool, big)
         with pytest.raises(OSError, match="No space left on device") as caught:
             add_chunks(assembly, files, big, *make_rows(40_000), [20_000, 40_000])
-        assembly.fail(files, failure_reason(caught.value), repr(caught.value))
+        assembly.fail(files, big, failure_reason(caught.value), repr(caught.value))
         assert_failed(files, "spool_full", "No space left on device")
         assert open_files(spool.dumps) == []
         token_ids, states = make_rows(8_000)

@@ -163,6 +163,23 @@ def test_requests_whose_client_went_away_leave_nothing_and_harm_nobody(server: B
     assert list(server.spool.dumps.iterdir()) == []
 
 
+def test_whoever_stops_taking_does_not_wait_for_the_rest(server: Batching) -> None:
+    prompts = make_prompts([1500] * 24, seed=9)
+    folder, settings = ServerFolder(server.project.home.server), ClientSettings(24, 300, 60)
+    with CaptureClient(folder, server.state, server.layout, settings, say) as client:
+        first = next(outcome for outcome in client.capture("stopped", prompts) if outcome)
+        began = time.monotonic()
+    assert time.monotonic() - began < 8, "it waited for all answers"
+    assert isinstance(first, Captured)
+    first.files.free()
+    states, failed = server.capture(make_prompts([100] * 3), in_flight=3)
+    assert (len(states), failed) == (3, [])
+    deadline = time.monotonic() + 20
+    while list(server.spool.dumps.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(server.spool.dumps.iterdir()) == []
+
+
 def test_a_retried_request_is_captured_once(server: Batching) -> None:
     (prompt,) = make_prompts([150], seed=7)
     rid, files = server.claim(150)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from hs_assets.samples.sources import read_partition
 from hs_assets.samples.tokenizer import load_tokenizer
 from hs_assets.serving.launch import resolve
 from hs_assets.store import open_store
+from hs_assets.store.writer import GenerationWriter
 from hs_assets.wire.rid import Rid
 from hs_assets_tests.conftest import say, write_project
 from hs_assets_tests.fake_server import fake_server, healthy
@@ -212,6 +216,35 @@ def test_every_one_of_1003_rows_is_accounted_for_once(make: Callable[..., Projec
     assert len(report.intake.generations) > 1, "one generation only"
     ids = [*(s.sample_id for s in report.manifest.samples), *(row.sample_id for row in report.manifest.unstored)]
     assert sorted(ids) == [f"rows-00000/{i:04d}" for i in range(1003)]
+
+
+def test_two_runs_of_one_partition_wait_for_each_other(make: Callable[..., Project]) -> None:
+    project = make(30)
+    with fake_server(project) as server, ThreadPoolExecutor(2) as pool:
+        server.seconds_each = 0.02
+        reports = list(pool.map(lambda _: run(project), range(2)))
+        assert sorted(server.rows) == list(range(30)), "a row was asked for twice"
+    assert [report.problems for report in reports] == [[], []]
+    assert sorted(report.requests for report in reports) == [0, 30]
+    assert len(open_store(project.store_path).layer_set("r2-4-8")) == 30
+
+
+def test_a_full_disk_is_the_error_that_is_shown(make: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dumps stay in the spool, and the next run stores them without asking."""
+    project = make(6)
+    publish = GenerationWriter.publish
+
+    def full(_: GenerationWriter) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with fake_server(project) as server:
+        monkeypatch.setattr(GenerationWriter, "publish", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            run(project)
+        monkeypatch.setattr(GenerationWriter, "publish", publish)
+        report = run(project)
+        assert (report.adopted, report.requests, report.problems) == (6, 0, [])
+        assert sorted(server.rows) == list(range(6))
 
 
 def test_a_complete_partition_asks_nothing_and_writes_nothing(make: Callable[..., Project]) -> None:

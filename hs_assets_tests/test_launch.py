@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from hs_assets.errors import ConfigError, SpoolError
 from hs_assets.serving.launch import expose_plugin, make_launch_plan, resolve, spool_budget
+from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import DEMO_TEXTS, write_project
 
 TOP = "layers = [2]"
@@ -58,6 +60,22 @@ def test_a_spool_that_is_too_small_is_said_with_the_remedy(home: Path, checkpoin
     project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server=f"spool_bytes = {size}")
     with pytest.raises(SpoolError, match=r"bytes free(.|\n)*containers begin with 64 MB: give docker run --shm-size"):
         spool_budget(project)
+
+
+def test_dumps_that_lie_there_are_part_of_the_budget(home: Path, checkpoint: Callable[[str], Path]) -> None:
+    """A run that was killed left them; the next one must come up to store them."""
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP)
+    spool = Spool(project.spool_path)
+    spool.make()
+    spool.dump("left").data.write_bytes(bytes(200 << 20))
+    budget = shutil.disk_usage("/dev/shm").free + (100 << 20)
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server=f"spool_bytes = {budget}")
+    assert spool_budget(project) == budget
+    spool.dump("left").data.unlink()
+    with pytest.raises(SpoolError, match="the spool is too small"):
+        spool_budget(
+            write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server=f"spool_bytes = {budget + (200 << 20)}")
+        )
 
 
 def test_the_plugin_path_holds_the_package_and_nothing_else(tmp_path: Path) -> None:

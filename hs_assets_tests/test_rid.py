@@ -126,3 +126,10 @@ def test_the_longest_id_still_names_files(tmp_path):
         path.with_name(f".{path.name}.{2**22}.tmp").touch()
         path.touch()
     assert len(list(spool.dumps.iterdir())) == 10
+
+
+@pytest.mark.parametrize("digits", [10, 5000])
+def test_numbers_that_no_request_has_are_not_ours(digits):
+    """An id comes from whoever can reach the server; no id may raise there."""
+    assert parse_rid(f"hs.s.00000000.x.{'1' * digits}.T1") is None
+    assert parse_rid(f"hs.s.00000000.x.0001.T{'1' * digits}") is None

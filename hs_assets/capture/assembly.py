@@ -38,6 +38,8 @@ class Chunk:
     token_ids: memoryview
     checksums: memoryview
     states: memoryview
+    begins: bool = True
+    """Whether it is the first part of its prefill batch, or one more of the same."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class _Open:
     """A dump being written; the checksums run over what was written so far."""
 
     files: DumpFiles
+    rid: Rid
     layout: DumpLayout
     descriptor: int
     rows: int = 0
@@ -81,8 +84,7 @@ class Assembly:
         Raises:
             OSError: the spool is full or cannot be written; the caller calls `fail`.
         """
-        answered = files.commit.exists() or files.failure.exists()
-        if answered or (rid.kind is Kind.SAMPLE and not files.claim.exists()):
+        if not _awaited(files, rid):
             self._discard(files.rid)
             return
         rows = len(chunk.token_ids) // TOKEN_BYTES
@@ -92,11 +94,13 @@ class Assembly:
         dump = self._open.get(files.rid)
         if dump is None or dump.rows != prefix or prefix + rows > dump.layout.tokens:
             had = "no rows" if dump is None else f"{dump.rows} rows"
-            self.fail(files, "rows_out_of_order", f"a chunk of tokens {prefix}..{prefix + rows} of {rid.length} came after {had}")
+            self.fail(
+                files, rid, "rows_out_of_order", f"a chunk of tokens {prefix}..{prefix + rows} of {rid.length} came after {had}"
+            )
             return
         sizes = len(chunk.token_ids), len(chunk.checksums), len(chunk.states)
         if sizes != (rows * TOKEN_BYTES, rows * WORD_BYTES, rows * dump.layout.row_bytes):
-            self.fail(files, "capture_error", f"ids, checksums and states came with {sizes} bytes for {rows} rows")
+            self.fail(files, rid, "capture_error", f"ids, checksums and states came with {sizes} bytes for {rows} rows")
             return
         if os.fstat(dump.descriptor).st_nlink == 0:
             self._discard(files.rid)
@@ -106,17 +110,19 @@ class Assembly:
         dump.checksums_crc32 = zlib.crc32(chunk.checksums, dump.checksums_crc32)
         dump.ids_sha256.update(chunk.token_ids)
         dump.rows += rows
-        dump.chunks += 1
+        dump.chunks += chunk.begins
         if dump.rows == dump.layout.tokens:
             self._commit(dump)
 
-    def fail(self, files: DumpFiles, reason: str, detail: str) -> None:
-        """Leave a failure record instead of a dump, and free what was written."""
+    def fail(self, files: DumpFiles, rid: Rid, reason: str, detail: str) -> None:
+        """Leave a failure record instead of a dump, and free what was written; a dump that is committed stays."""
+        if not _awaited(files, rid):
+            self._discard(files.rid)
+            return
         self.failures[reason] += 1
         self._discard(files.rid)
         files.data.unlink(missing_ok=True)
-        if files.folder.is_dir():
-            FailureRecord(files.rid, reason, detail).write(files.failure)
+        FailureRecord(files.rid, reason, detail).write(files.failure)
 
     def sweep(self) -> None:
         """Close the dumps whose files the client removed: their requests were given up."""
@@ -128,7 +134,7 @@ class Assembly:
         facts = self._facts
         layout = DumpLayout(rid.length, facts.residual_ids, facts.hidden_size, facts.dtype)
         descriptor = os.open(files.data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._open[files.rid] = _Open(files, layout, descriptor)
+        self._open[files.rid] = _Open(files, rid, layout, descriptor)
         if rid.kind is Kind.SAMPLE:
             self._room.reserve(descriptor, layout.file_bytes)
         else:
@@ -156,10 +162,27 @@ class Assembly:
         self.tokens += layout.tokens
         self.bytes += layout.file_bytes
 
+        if not _claimed(dump.files, dump.rid):  # its client went away at this very moment
+            dump.files.commit.unlink(missing_ok=True)
+            dump.files.data.unlink(missing_ok=True)
+
     def _discard(self, rid: str) -> None:
         dump = self._open.pop(rid, None)
-        if dump is not None:
-            os.close(dump.descriptor)
+        if dump is None:
+            return
+        os.close(dump.descriptor)
+        if not _claimed(dump.files, dump.rid):
+            dump.files.data.unlink(missing_ok=True)
+
+
+def _claimed(files: DumpFiles, rid: Rid) -> bool:
+    """Whether somebody waits for the dump; the canary claims nothing."""
+    return rid.kind is Kind.CANARY or files.claim.exists()
+
+
+def _awaited(files: DumpFiles, rid: Rid) -> bool:
+    """Whether somebody waits for the dump, and was not told yet."""
+    return _claimed(files, rid) and not files.commit.exists() and not files.failure.exists()
 
 
 def failure_reason(error: Exception) -> str:

@@ -82,6 +82,6 @@ class Monitor:
 
     def _write_all(self) -> None:
         while True:
-            with suppress(OSError):  # a full spool: the next one may fit
+            with suppress(Exception):  # a full spool, say: the next one may fit
                 self.record().write(self._path)
             time.sleep(_SECONDS)

@@ -8,7 +8,7 @@ An error in a hook fails the samples of that batch; it never reaches the schedul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,12 @@ class _Pass:
     final: torch.Tensor | None = None
     probed: dict[int, torch.Tensor] = field(default_factory=dict)
     submitted: bool = False
+
+    def check(self, states: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Raise WireError unless there are all rows of the segments."""
+        rows = max((segment.start + segment.rows for segment, _ in self.segments), default=0)
+        if min(len(states), len(token_ids)) < rows:
+            raise WireError("a pass has fewer rows than its requests", expected=rows, got=(len(states), len(token_ids)))
 
     @property
     def has_canary(self) -> bool:
@@ -116,7 +122,8 @@ class Session:
 
     def _probe(self, residual_id: int, stream: torch.Tensor) -> None:
         if self._pass is not None and self._pass.has_canary:
-            self._pass.probed[residual_id] = stream.clone()  # later layers add to it in place
+            with suppress(Exception):  # no memory: then the canary's probe is missing, and the forward pass goes on
+                self._pass.probed[residual_id] = stream.clone()  # later layers add to it in place
 
     def _before_logits(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         current = self._pass
@@ -128,6 +135,7 @@ class Session:
                 aux = kwargs["aux_hidden_states"] if "aux_hidden_states" in kwargs else args[_AUX_ARGUMENT]
                 token_ids = current.token_ids.to(torch.int32, copy=True)
                 states = self._stack(aux, current.final)
+                current.check(states, token_ids)
                 batch = StatesBatch(self._writers, current.segments, token_ids, states, row_checksums(states))
                 self._transfer.submit(batch)
                 if current.has_canary:

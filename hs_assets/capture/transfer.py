@@ -54,6 +54,9 @@ class Transfer:
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
             self._jobs: queue.SimpleQueue[tuple[StatesBatch, torch.cuda.Event]] = queue.SimpleQueue()
+            self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+            for _ in range(_BLOCKS):
+                self._blocks.put(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
             self._thread = threading.Thread(target=self._copy_all, name="hs-assets-transfer", daemon=True)
             self._thread.start()
 
@@ -101,15 +104,12 @@ class Transfer:
     def _copy_all(self) -> None:
         torch.cuda.set_device(self._device)
         stream = torch.cuda.Stream()
-        blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(_BLOCKS):
-            blocks.put(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
         while True:
             batch, ready = self._jobs.get()
             try:
                 ready.synchronize()
                 with torch.cuda.stream(stream):
-                    _copy(batch, blocks)
+                    _copy(batch, self._blocks)
             except Exception as error:  # the clients learn of it by their samples' failure records
                 for segment, files in batch.segments:
                     batch.writers.put(Failed(files, segment.rid, "capture_error", repr(error)))
@@ -121,7 +121,11 @@ class Transfer:
 
 
 def _copy(batch: StatesBatch, blocks: queue.SimpleQueue[torch.Tensor]) -> None:
-    """Enqueue the copies of a batch's rows, block by block, and hand each block to the writers."""
+    """Copy a batch's rows block by block, and hand each block to the writers.
+
+    Never more than two blocks are on their way: SGLang's own small copies to the host share the engine with them.
+    """
+    before: torch.cuda.Event | None = None
     token_ids, checksums = batch.token_ids.cpu(), batch.checksums.cpu()
     row_bytes = batch.states[0].nbytes
     rows_per_block = _BLOCK_BYTES // row_bytes
@@ -130,18 +134,26 @@ def _copy(batch: StatesBatch, blocks: queue.SimpleQueue[torch.Tensor]) -> None:
             start = segment.start + first
             end = min(start + rows_per_block, segment.start + segment.rows)
             block = blocks.get()
-            pinned = block[: (end - start) * row_bytes]
-            pinned.copy_(batch.states[start:end].view(torch.uint8).flatten(), non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)
-            copied.record()
-            chunk = partial(_once_copied, copied, token_ids[start:end], checksums[start:end], pinned)
+            pinned, copied = block[: (end - start) * row_bytes], torch.cuda.Event(blocking=True)
+            try:
+                pinned.copy_(batch.states[start:end].view(torch.uint8).flatten(), non_blocking=True)
+                copied.record()
+                if before is not None:
+                    before.synchronize()
+            except Exception:
+                blocks.put(block)
+                raise
+            before = copied
+            chunk = partial(_once_copied, copied, token_ids[start:end], checksums[start:end], pinned, first == 0)
             batch.writers.put(Rows(files, segment.rid, segment.prefix + first, pinned.nbytes, chunk, partial(blocks.put, block)))
 
 
-def _once_copied(copied: torch.cuda.Event, token_ids: torch.Tensor, checksums: torch.Tensor, pinned: torch.Tensor) -> Chunk:
+def _once_copied(
+    copied: torch.cuda.Event, token_ids: torch.Tensor, checksums: torch.Tensor, pinned: torch.Tensor, begins: bool
+) -> Chunk:
     """A chunk once its copy is done; called on a writer thread."""
     copied.synchronize()
-    return Chunk(_bytes(token_ids), _bytes(checksums), _bytes(pinned))
+    return Chunk(_bytes(token_ids), _bytes(checksums), _bytes(pinned), begins)
 
 
 def _keep() -> None:

@@ -107,12 +107,14 @@ class Writers:
         self._queues[job.rid.row % len(self._queues)].put(job)  # rows come in order: neighbours go to different threads
 
     def _write(self, number: int) -> None:
-        jobs, assembly = self._queues[number], self._assemblies[number]
+        jobs, assembly, swept = self._queues[number], self._assemblies[number], time.monotonic()
         while True:
+            if time.monotonic() - swept > _SWEEP_SECONDS:
+                assembly.sweep()
+                swept = time.monotonic()
             try:
                 job = jobs.get(timeout=_SWEEP_SECONDS)
             except queue.Empty:
-                assembly.sweep()
                 continue
             if isinstance(job, Failed):
                 _fail(assembly, job)
@@ -135,4 +137,4 @@ def _add(assembly: Assembly, job: Rows) -> None:
 
 def _fail(assembly: Assembly, failed: Failed) -> None:
     with suppress(OSError):  # no room even for a record: the client's own deadline fails the sample
-        assembly.fail(failed.files, failed.reason, failed.detail)
+        assembly.fail(failed.files, failed.rid, failed.reason, failed.detail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,11 @@ def extract(project: Project, target: Target, key: str, run_id: str, say: Say) -
     Raises:
         HsAssetsError: it cannot begin. What goes wrong later is in the report's `problems`.
     """
+    with _alone(project, key, say):
+        return _extract(project, target, key, run_id, say)
+
+
+def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) -> Report:
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
@@ -114,6 +120,11 @@ def capture_only(project: Project, target: Target, key: str, say: Say) -> Report
         SpoolError: they cannot fit; nothing was asked then.
         HsAssetsError: it cannot begin. What goes wrong later is in the report's `problems`.
     """
+    with _alone(project, key, say):
+        return _capture_only(project, target, key, say)
+
+
+def _capture_only(project: Project, target: Target, key: str, say: Say) -> Report:
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
@@ -129,6 +140,20 @@ def capture_only(project: Project, target: Target, key: str, say: Say) -> Report
     except ServerDiedError as error:
         report.problems.append(str(error))
     return report
+
+
+@contextmanager
+def _alone(project: Project, key: str, say: Say) -> Iterator[None]:
+    """Keep a second run of the partition waiting: it would write its manifest from what it knew before."""
+    path = project.home.root / "locks" / f"{key}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another run is at {key}: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -149,14 +174,14 @@ def _outcomes(
         return
     folder = ServerFolder(project.home.server)
     launch_plan = make_launch_plan(project, target)
-    if keep:
-        _check_room(plan, asked, launch_plan.spool_bytes, project)
     server = project.settings.server
     settings = ClientSettings(server.max_in_flight, server.request_timeout_seconds, server.commit_timeout_seconds)
     with (
         lease_server(folder, launch_plan, f"extraction of {key}", say) as state,
         CaptureClient(folder, state, plan.layout, settings, say) as client,
     ):
+        if keep:
+            _check_room(plan, asked, state.spool_bytes, project)
         report.server = state
         began = time.monotonic()
         try:

@@ -52,6 +52,8 @@ class Intake:
     generations: list[str] = field(default_factory=list)
     stored_bytes: int = 0
     _writers: dict[tuple[int, ...], GenerationWriter] = field(default_factory=dict)
+    _changing: bool = False
+    """A generation is being changed; stays after an error in the midst of it, and then it is not published."""
     _unpublished: list[tuple[Prompt, DumpFiles, tuple[int, ...], Part]] = field(default_factory=list)
 
     def take(self, outcome: Captured | Failed) -> None:
@@ -70,7 +72,9 @@ class Intake:
             self._fail(outcome.prompt, violation.rule, violation.detail)
             outcome.files.free()
             return
+        self._changing = True
         self._append(sample, outcome.files)
+        self._changing = False
 
     @property
     def unpublished_bytes(self) -> int:
@@ -79,6 +83,7 @@ class Intake:
 
     def publish(self) -> None:
         """Publish what was appended, replace the manifest, and only then free the dumps."""
+        self._changing = True
         for residual_ids, writer in self._writers.items():
             name = writer.publish()
             self.generations.append(name)
@@ -89,15 +94,16 @@ class Intake:
                     published = dataclasses.replace(part, generation=name)
                     self.plan.known[prompt.row] |= dict.fromkeys(ids, published)
         self._writers.clear()
+        self._changing = False
         self.write_manifest()
         for _, files, _, _ in self._unpublished:
             files.free()
         self._unpublished.clear()
 
     def finish(self) -> None:
-        """Publish what is left, also after an error; what cannot be published is removed, its dumps stay in the spool."""
+        """Publish what is left, also after an error of somebody else; what cannot be published is removed, its dumps stay."""
         try:
-            if self._writers:
+            if self._writers and not self._changing:
                 self.publish()
         finally:
             for writer in self._writers.values():

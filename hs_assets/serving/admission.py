@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
-from hs_assets.errors import SpoolError
-from hs_assets.serving.state import lives
+from hs_assets.errors import SpoolError, WireError
+from hs_assets.serving.state import lives, started
 from hs_assets.wire.records import ClaimRecord, CountersRecord
 from hs_assets.wire.spool import COMMIT, DumpFiles, Spool
 
@@ -35,14 +33,18 @@ class Admission:
         budget: most bytes of all dumps.
         backlog: most bytes of those that are not written yet; a larger one is let in alone.
         say: is told when requests wait for room.
+        patience: seconds without any change after which a wait for room is given up.
     """
 
-    def __init__(self, spool: Spool, budget: int, backlog: int, say: Callable[[str], None]) -> None:
+    def __init__(self, spool: Spool, budget: int, backlog: int, say: Callable[[str], None], patience: float = 600.0) -> None:
+        self._patience = patience
+        self._use_seen = (0, 0)
+        self._changed = time.monotonic()
         self._spool = spool
         self._budget = budget
         self._backlog = backlog
         self._say = say
-        self._created = psutil.Process().create_time()
+        self._created = started(os.getpid())
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._waiting = 0
@@ -59,7 +61,7 @@ class Admission:
         """Wait until `size` bytes are free, and claim them.
 
         Raises:
-            SpoolError: the dump is larger than the whole budget, or `give_up` was set meanwhile.
+            SpoolError: the dump is larger than the whole budget, nobody makes room, or `give_up` was set meanwhile.
         """
         if size > self._budget:
             raise SpoolError(
@@ -75,8 +77,17 @@ class Admission:
             while not self._try_claim(files, size):
                 if give_up.is_set():
                     raise SpoolError("the run ended while a request waited for room", where=files.rid)
+                if time.monotonic() - self._changed > self._patience:
+                    raise SpoolError(
+                        "nobody makes room in the spool",
+                        where=self._spool.root,
+                        expected=f"{size:,} bytes within {self._patience:.0f} s",
+                        got=self._seen,
+                        remedy="materialise eagle3_samples of the partitions whose dumps lie there (hs-assets server status)",
+                    )
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
+                    sweep(self._spool)  # of runs that died meanwhile
                     self._say(f"the spool is full: a request has waited {said - began:.0f} s for {size:,} bytes; {self._seen}")
                 time.sleep(_POLL_SECONDS)
         with self._lock:
@@ -89,9 +100,10 @@ class Admission:
             owner: the new owner: this process, or `KEPT`.
         """
         with self._locked():
-            if not files.claim.exists():
+            try:
+                claim = ClaimRecord.read(files.claim)
+            except WireError:  # freed at this very moment, or of another version
                 return False
-            claim = ClaimRecord.read(files.claim)
             if claim.pid not in (KEPT, os.getpid()) and lives(claim.pid, claim.created):
                 return False
             pid = os.getpid() if owner is None else owner
@@ -101,6 +113,8 @@ class Admission:
     def _try_claim(self, files: DumpFiles, size: int) -> bool:
         with self._locked():
             used, unwritten = self._use()
+            if (used, unwritten) != self._use_seen:
+                self._use_seen, self._changed = (used, unwritten), time.monotonic()
             self._seen = f"{used:,} of {self._budget:,} are taken, {unwritten:,} of {self._backlog:,} not written yet"
             if used + size > self._budget or (unwritten and unwritten + size > self._backlog):
                 return False
@@ -147,16 +161,17 @@ def sweep(spool: Spool) -> int:
 
 
 def _abandoned(files: DumpFiles) -> bool:
-    if not files.claim.exists():
+    try:
+        claim = ClaimRecord.read(files.claim)
+    except WireError:  # there is none, or one of another version
         return True
-    claim = ClaimRecord.read(files.claim)
     return claim.pid != KEPT and not lives(claim.pid, claim.created)
 
 
 def _bytes_of(files: DumpFiles) -> int:
     """What the claim of a dump says, or the size of a dump that nobody claims any more."""
-    with suppress(FileNotFoundError):
-        return ClaimRecord.parse(files.claim.read_text(), files.claim).bytes
+    with suppress(WireError):
+        return ClaimRecord.read(files.claim).bytes
     with suppress(FileNotFoundError):
         return files.data.stat().st_size
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from hs_assets.wire.rid import new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
 TOP_LOGPROBS = 20
+_AHEAD = 2
+"""Prompts that have room and wait for a thread that sends."""
 _POLL_SECONDS = 0.005
 _IDLE_SECONDS = 1.0
 _NOTICE_SECONDS = 3.0
@@ -72,8 +74,9 @@ class _Reply:
 class CaptureClient:
     """Sends the prompts of a run; use as a context manager.
 
-    One thread claims room and sends, one prompt after another, as long as fewer than ``max_in_flight`` wait for their HTTP
-    answer. Whoever takes the outcomes waits for the dumps, so that no request is held back until another is written.
+    One thread claims room for one prompt after another, a little ahead; ``max_in_flight`` threads send them, each as soon as
+    it has the answer to its last. Whoever takes the outcomes waits for the dumps, so that no request is held back until
+    another is written.
 
     Arguments:
         layout: of a dump of one token, from which the sizes of all follow.
@@ -93,14 +96,14 @@ class CaptureClient:
             limits=httpx.Limits(max_connections=settings.max_in_flight),
             trust_env=False,
         )
-        self._pool = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix="hs-assets-request")
-        self._slots = threading.Semaphore(settings.max_in_flight)
+        self._ready: queue.Queue[tuple[Prompt, DumpFiles] | None] = queue.Queue(_AHEAD)
         self._replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
         self._open: dict[str, DumpFiles] = {}
-        self._feeder: threading.Thread | None = None
+        self._asked: dict[str, None] = {}
+        self._threads: list[threading.Thread] = []
         self._give_up = threading.Event()
         self._looked = 0.0
-        self.admission = Admission(self._spool, state.spool_bytes, state.backlog_bytes, say)
+        self.admission = Admission(self._spool, state.spool_bytes, state.backlog_bytes, say, settings.request_seconds)
 
     @property
     def spool_bytes(self) -> int:
@@ -112,10 +115,10 @@ class CaptureClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._give_up.set()
+        self._abort()
         self._http.close()
-        if self._feeder is not None:
-            self._feeder.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads:
+            thread.join()
         for files in self._open.values():
             files.free()
 
@@ -125,8 +128,13 @@ class CaptureClient:
         Raises:
             ServerDiedError: the server went away, and all that it captured before was given.
         """
-        self._feeder = threading.Thread(target=self._feed, args=(partition, prompts), name="hs-assets-feeder")
-        self._feeder.start()
+        self._threads = [threading.Thread(target=self._feed, args=(partition, prompts), name="hs-assets-feeder")]
+        self._threads += [
+            threading.Thread(target=self._send, name=f"hs-assets-request-{number}")
+            for number in range(self._settings.max_in_flight)
+        ]
+        for thread in self._threads:
+            thread.start()
         waiting: list[_Reply] = []
         died: ServerDiedError | None = None
         left, gave = len(prompts), time.monotonic()
@@ -152,43 +160,44 @@ class CaptureClient:
             if time.monotonic() - gave > _IDLE_SECONDS:
                 yield None
                 gave = time.monotonic()
+                if died is None and not waiting and (died := self._why_gone(0)) is not None:
+                    self._give_up.set()  # also where all wait for room, and nobody asks the server
         if died is not None:
             raise died
 
     def _feed(self, partition: str, prompts: Sequence[Prompt]) -> None:
-        """Send all prompts in their order; runs in its own thread."""
+        """Claim room for all prompts in their order, and hand them to the threads that send; runs in its own thread."""
         for prompt in prompts:
             rid = new_rid(partition, prompt.row, len(prompt.input_ids))
             files, layout = self._spool.dump(str(rid)), dataclasses.replace(self._layout, tokens=rid.length)
-            self._slots.acquire()
-            refused = self._claim(prompt, files, layout.file_bytes)
-            if refused is None:
-                self._pool.submit(self._send, prompt, files)
-                continue
-            self._replies.put(refused)
-            self._slots.release()
+            self._open[files.rid] = files
+            try:
+                self.admission.claim(files, layout.file_bytes, self._give_up)
+            except SpoolError as error:
+                reason = "larger_than_spool" if layout.file_bytes > self._state.spool_bytes else "spool_full"
+                result = None if self._give_up.is_set() else Failed(prompt, reason, str(error))
+                self._replies.put(_Reply(prompt, files, result, 0))
+            except Exception as error:  # whatever it is, it is this prompt's failure, and the thread goes on
+                self._replies.put(_Reply(prompt, files, Failed(prompt, _reason(error), repr(error)), 0))
+            else:
+                self._ready.put((prompt, files))
+        for _ in range(self._settings.max_in_flight):
+            self._ready.put(None)
 
-    def _claim(self, prompt: Prompt, files: DumpFiles, size: int) -> _Reply | None:
-        """Claim room for a dump; gives a reply where there will be none."""
-        if self._give_up.is_set():
-            return _Reply(prompt, files, None, 0)
-        try:
-            self.admission.claim(files, size, self._give_up)
-        except SpoolError as error:
-            reason = "larger_than_spool" if size > self._state.spool_bytes else "given_up"
-            return _Reply(prompt, files, Failed(prompt, reason, str(error)), 0)
-        self._open[files.rid] = files
-        return None
-
-    def _send(self, prompt: Prompt, files: DumpFiles) -> None:
-        """One request, up to its HTTP answer; runs in the pool."""
-        try:
-            result = self._ask(prompt, files)
-        finally:
-            self._slots.release()
-        self._replies.put(_Reply(prompt, files, result, time.monotonic()))
+    def _send(self) -> None:
+        """One request after another, each up to its HTTP answer; runs in each of the threads that send."""
+        while (job := self._ready.get()) is not None:
+            prompt, files = job
+            try:
+                result = None if self._give_up.is_set() else self._ask(prompt, files)
+                if isinstance(result, AnswerRecord):
+                    result.write(files.answer)
+            except Exception as error:  # whatever it is, it is this prompt's failure, and the thread goes on
+                result = Failed(prompt, _reason(error), repr(error))
+            self._replies.put(_Reply(prompt, files, result, time.monotonic()))
 
     def _ask(self, prompt: Prompt, files: DumpFiles) -> AnswerRecord | Failed | ServerDiedError:
+        self._asked[files.rid] = None
         try:
             answer = ask(self._http, self._state.url, files.rid, prompt.input_ids.tolist())
         except httpx.HTTPStatusError as error:
@@ -199,8 +208,15 @@ class CaptureClient:
             return Failed(prompt, "timeout", f"no answer within {self._settings.request_seconds:.0f} s: {error!r}")
         except httpx.HTTPError as error:
             return self._why_gone(_NOTICE_SECONDS) or Failed(prompt, "connection_lost", repr(error))
-        answer.write(files.answer)
+        finally:
+            self._asked.pop(files.rid)
         return answer
+
+    def _abort(self) -> None:
+        """Have the server end the requests that nobody waits for any more; closing a connection would not end the wait."""
+        with suppress(httpx.HTTPError):
+            for rid in list(self._asked):
+                httpx.post(f"{self._state.url}/abort_request", json={"rid": rid}, timeout=_NOTICE_SECONDS, trust_env=False)
 
     def _next_reply(self, seconds: float) -> _Reply | None:
         with suppress(queue.Empty):
@@ -236,6 +252,11 @@ class CaptureClient:
             if time.monotonic() >= deadline or self._give_up.is_set():
                 return None
             time.sleep(_NOTICE_POLL_SECONDS)
+
+
+def _reason(error: Exception) -> str:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "spool_full" if full else "client_error"
 
 
 def ask(http: httpx.Client, url: str, rid: str, input_ids: list[int]) -> AnswerRecord:

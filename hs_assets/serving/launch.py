@@ -20,7 +20,7 @@ from hs_assets.serving.state import LaunchPlan, ServerFolder
 from hs_assets.wire.layers import LayerSet
 from hs_assets.wire.records import write_atomic
 from hs_assets.wire.source import source_hash
-from hs_assets.wire.spool import Spool
+from hs_assets.wire.spool import DATA, Spool
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Names of dtypes in the configuration → in safetensors."""
@@ -123,13 +123,13 @@ def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
 
 
 def spool_budget(project: Project) -> int:
-    """Bytes that dumps may take: as configured, or half of what is free.
+    """Bytes that dumps may take: as configured, or half of what is free, the dumps that lie there already not counted.
 
     Raises:
         SpoolError: there is not so much room.
     """
     root = project.settings.server.spool_root
-    free = shutil.disk_usage(root).free
+    free = shutil.disk_usage(root).free + _held(Spool(project.spool_path))
     budget = project.settings.server.spool_bytes or free // 2
     if budget > free or budget < _MIN_SPOOL_BYTES:
         raise SpoolError(
@@ -140,6 +140,11 @@ def spool_budget(project: Project) -> int:
             remedy="containers begin with 64 MB: give docker run --shm-size, or set server.spool_bytes or server.spool_root",
         )
     return budget
+
+
+def _held(spool: Spool) -> int:
+    """Bytes that the spool's own dumps take; they are part of its budget."""
+    return sum(path.stat().st_blocks * 512 for path in spool.dumps.glob(f"*{DATA}")) if spool.dumps.is_dir() else 0
 
 
 def expose_plugin(folder: Path) -> Path:

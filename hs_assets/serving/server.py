@@ -7,13 +7,12 @@ processes that ask at once start one.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,7 +24,6 @@ from hs_assets.serving.state import (
     STOPPED,
     UP,
     LaunchPlan,
-    LeaseRecord,
     ServerFolder,
     ServerState,
     lives,
@@ -49,8 +47,11 @@ def lease_server(folder: ServerFolder, plan: LaunchPlan, purpose: str, say: Call
         ServerStartError: it did not come up; with the tail of its log.
     """
     folder.make()
-    with folder.lease(purpose):
-        yield _ensure(folder, plan, say)
+    with ExitStack() as stack:
+        with _start_lock(folder, say):  # who has a lease waits for nobody: two that wait for each other's would wait forever
+            state = _ensure(folder, plan, say)
+            stack.enter_context(folder.lease(purpose))
+        yield state
 
 
 def require_up(folder: ServerFolder, server: str) -> None:
@@ -87,20 +88,26 @@ def stop_server(folder: ServerFolder, say: Callable[[str], None], *, force: bool
 
 
 def _ensure(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -> ServerState:
-    with _start_lock(folder, say):
+    """The server of `plan`, up; to be called with the start lock held."""
+    state = folder.read_state()
+    if state is not None and state.identity == plan.identity and state.phase == STARTING and state.watchdog_lives:
+        say(f"the server {state.server} is starting already")  # who began it was cut off
+        starting = state
+        _wait(lambda: _settled(folder, starting), plan.start_timeout_seconds, "the server is starting", say)
         state = folder.read_state()
-        if state is not None and state.is_up and state.identity == plan.identity:
-            return state
-        if state is not None and _anything_lives(state):
-            say(f"the server {state.server} is {state.phase}, but another one is needed: stopping it once nobody uses it")
-            _wait(lambda: not _others(folder), plan.start_timeout_seconds, "waiting for those who use the server", say)
-            _stop(state, say)
-        return _start(folder, plan, say)
+    if state is not None and state.is_up and state.identity == plan.identity:
+        return state
+    if state is not None and _anything_lives(state):
+        say(f"the server {state.server} is {state.phase}, but another one is needed: stopping it once nobody uses it")
+        _wait(lambda: not folder.live_leases(), plan.start_timeout_seconds, "waiting for those who use the server", say)
+        _stop(state, say)
+    return _start(folder, plan, say)
 
 
-def _others(folder: ServerFolder) -> list[LeaseRecord]:
-    """Leases that other processes hold."""
-    return [lease for lease in folder.live_leases() if lease.pid != os.getpid()]
+def _settled(folder: ServerFolder, before: ServerState) -> bool:
+    """Whether a server that was starting is up, or will not be."""
+    state = folder.read_state()
+    return state is None or state.phase != STARTING or not before.watchdog_lives
 
 
 def _start(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -> ServerState:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar
 
-import psutil
-
+from hs_assets.errors import WireError
 from hs_assets.wire.records import Record
 
 STARTING, UP, STOPPING, STOPPED, FAILED = "starting", "up", "stopping", "stopped", "failed"
@@ -137,8 +136,10 @@ class ServerFolder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def read_state(self) -> ServerState | None:
-        """The state file; None before the first start."""
-        return ServerState.read(self.state) if self.state.exists() else None
+        """The state file; None before the first start, and where another version of this package left it."""
+        with suppress(WireError):
+            return ServerState.read(self.state) if self.state.exists() else None
+        return None
 
     @contextmanager
     def try_start_lock(self) -> Iterator[bool]:
@@ -173,13 +174,32 @@ class ServerFolder:
         return held
 
 
+def started(pid: int) -> float:
+    """When a process started, in clock ticks since boot: unlike a time of day, it stays when the clock is set.
+
+    Raises:
+        ProcessLookupError: it does not run.
+    """
+    _, ticks = _stat(pid)
+    return ticks
+
+
 def lives(pid: int, created: float) -> bool:
-    """Whether the process that had this pid when it was created at that time still runs."""
+    """Whether the process that had this pid, and had `started` then, still runs."""
     try:
-        process = psutil.Process(pid)
-        return bool(abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+        state, ticks = _stat(pid)
+    except ProcessLookupError:
         return False
+    return ticks == created and state != "Z"
+
+
+def _stat(pid: int) -> tuple[str, float]:
+    """State and start of a process, from ``/proc/<pid>/stat`` (proc(5)); the name in it may hold anything but ends at ``)``."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise ProcessLookupError(pid) from error
+    return fields[0], float(fields[19])
 
 
 def log_tail(path: Path, lines: int = 30) -> str:

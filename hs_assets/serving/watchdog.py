@@ -17,16 +17,18 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 import httpx
 import psutil
 
-from hs_assets.errors import HandshakeError, HsAssetsError, ServerError, ServerStartError
+from hs_assets.errors import HandshakeError, ServerError, ServerStartError, WireError
 from hs_assets.serving.canary import run_canary
 from hs_assets.serving.server import kill_tree
-from hs_assets.serving.state import FAILED, STARTING, STOPPED, STOPPING, UP, LaunchPlan, ServerFolder, ServerState
+from hs_assets.serving.state import FAILED, STARTING, STOPPED, STOPPING, UP, LaunchPlan, ServerFolder, ServerState, started
 from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, CountersRecord, ReadyRecord, RefusedRecord
 from hs_assets.wire.source import source_hash
 from hs_assets.wire.spool import Spool
@@ -34,6 +36,7 @@ from hs_assets.wire.spool import Spool
 _POLL_SECONDS = 0.5
 _TERM_SECONDS = 30.0
 _DRAIN_SECONDS = 10.0
+_SILENCE_SECONDS = 300.0
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -54,13 +57,14 @@ def main(root: Path) -> None:
         ready = _wait_until_ready(plan, state, process)
         seen = run_canary(plan, state, ready)
         state = _note(folder, state, UP, seen)
-        reason = _keep(folder, plan, process)
-        state = _note(folder, state, STOPPING if process.poll() is None else FAILED, reason)
+        state = _keep(folder, plan, process, state)
     except _Stop:
         state = _note(folder, state, STOPPING, "asked to stop")
-    except (HsAssetsError, httpx.HTTPError) as error:
-        state = _note(folder, state, STARTING, str(error))
-    _end(plan, process)
+    except Exception as error:  # whatever it is: the server must not be left to itself
+        traceback.print_exc()
+        state = _note(folder, state, FAILED, str(error))
+    finally:
+        _end(plan, process)
     _note(folder, state, STOPPED if state.phase == STOPPING else FAILED, state.message)
 
 
@@ -97,9 +101,9 @@ def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[by
         model_path=plan.model_path,
         sglang_version=plan.sglang_version,
         pid=process.pid,
-        pid_created=psutil.Process(process.pid).create_time(),
+        pid_created=started(process.pid),
         watchdog_pid=os.getpid(),
-        watchdog_created=psutil.Process().create_time(),
+        watchdog_created=started(os.getpid()),
         log=str(log),
         started_at=time.time(),
         message="starting",
@@ -112,6 +116,7 @@ def _prepare_spool(plan: LaunchPlan, server: str) -> Spool:
     """Make the spool, and remove what an earlier server left to say about itself; dumps stay for those who own them."""
     spool = Spool(Path(plan.spool))
     spool.make()
+    _remove_shared_memory(spool)
     for stale in (*spool.ready.iterdir(), *spool.canary.glob("*/*")):
         stale.unlink(missing_ok=True)
     CaptureConfig(
@@ -124,6 +129,16 @@ def _prepare_spool(plan: LaunchPlan, server: str) -> Spool:
         backlog_bytes=plan.backlog_bytes,
     ).write(spool.config)
     return spool
+
+
+def _remove_shared_memory(spool: Spool) -> None:
+    """Remove SGLang's message queues of schedulers that are dead, 25 MB each: who is killed cannot."""
+    for path in spool.ready.glob("rank-*.json"):
+        with suppress(WireError):  # of another version
+            pid = ReadyRecord.read(path).pid
+            if not psutil.pid_exists(pid):
+                for left in _SHARED_MEMORY.glob(f"sgl_shm_mq_{pid}_*"):
+                    left.unlink(missing_ok=True)
 
 
 def _free_port() -> int:
@@ -194,11 +209,15 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[bytes]) -> str:
-    """Return when the server has to end or has ended, and why."""
-    last_used = time.monotonic()
+def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[bytes], state: ServerState) -> ServerState:
+    """Return when the server has to end or has ended; the state says why."""
+    last_used, signs = time.monotonic(), dict[int, tuple[float, float]]()
     while process.poll() is None:
         for counters in _counters(plan):
+            if signs.get(counters.rank, (0.0, 0.0))[0] != counters.at:
+                signs[counters.rank] = counters.at, time.monotonic()
+            if time.monotonic() - signs[counters.rank][1] > _SILENCE_SECONDS:
+                raise ServerError("capture is broken", where=f"rank {counters.rank}", got="it counts no more")
             if counters.threads_alive < counters.threads:
                 dead = counters.threads - counters.threads_alive
                 raise ServerError(
@@ -209,9 +228,9 @@ def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[byte
         elif time.monotonic() - last_used > plan.idle_stop_seconds:
             with folder.try_start_lock() as held:  # nobody takes a lease at this very moment
                 if held and not folder.live_leases():
-                    return f"nobody used it for {plan.idle_stop_seconds:.0f} s"
+                    return _note(folder, state, STOPPING, f"nobody used it for {plan.idle_stop_seconds:.0f} s")
         time.sleep(_POLL_SECONDS)
-    return f"SGLang ended with exit status {process.returncode}"
+    return _note(folder, state, FAILED, f"SGLang ended with exit status {process.returncode}")
 
 
 def _counters(plan: LaunchPlan) -> list[CountersRecord]:
@@ -237,9 +256,7 @@ def _end(plan: LaunchPlan, process: subprocess.Popen[bytes]) -> None:
     _, alive = psutil.wait_procs(family, timeout=2)
     for child in alive:
         child.kill()
-    for member in family:  # what SIGKILL kept its owner from removing, 25 MB a rank
-        for left in _SHARED_MEMORY.glob(f"sgl_shm_mq_{member.pid}_*"):
-            left.unlink(missing_ok=True)
+    _remove_shared_memory(Spool(Path(plan.spool)))
 
 
 def _note(folder: ServerFolder, state: ServerState, phase: str, message: str) -> ServerState:

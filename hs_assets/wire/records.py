@@ -161,8 +161,9 @@ class CountersRecord(Record):
     """Committed in the last seconds."""
     bytes_per_second: float
     pending_bytes: int
-    """Captured and not yet written, wherever it lies."""
+    """Captured and not yet written; counts twice what is being copied from the device."""
     pending_high_water_bytes: int
+    """Most that waited for the writers at once."""
     device_high_water_bytes: int
     """Most device memory that states waiting for their copy ever held."""
     spool_high_water_bytes: int
@@ -218,7 +219,7 @@ class ClaimRecord(Record):
     bytes: int
     pid: int
     created: float
-    """Create time of the owner's process, in seconds since the epoch: a pid alone may be used again."""
+    """When the owner's process started, in clock ticks since boot: a pid alone may be used again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from hs_assets.errors import WireError
 MAX_PARTITION_CHARS = 150
 _PARTITION = rf"[A-Za-z0-9._-]{{1,{MAX_PARTITION_CHARS}}}"
 _RID = re.compile(
-    rf"hs\.(?P<kind>[sc])\.(?P<nonce>[0-9a-f]{{8}})\.(?P<partition>{_PARTITION})\.(?P<row>\d{{4,}})\.T(?P<length>\d+)"
+    rf"hs\.(?P<kind>[sc])\.(?P<nonce>[0-9a-f]{{8}})\.(?P<partition>{_PARTITION})\.(?P<row>\d{{4,9}})\.T(?P<length>\d{{1,9}})"
 )
 
 
