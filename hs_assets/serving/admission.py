@@ -37,18 +37,18 @@ class Admission:
     """
 
     def __init__(self, spool: Spool, budget: int, backlog: int, say: Callable[[str], None], patience: float = 600.0) -> None:
-        self._patience = patience
-        self._use_seen = (0, 0)
-        self._changed = time.monotonic()
         self._spool = spool
         self._budget = budget
         self._backlog = backlog
         self._say = say
+        self._patience = patience
         self._created = started(os.getpid())
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._waiting = 0
-        self._seen = ""
+        self._use_seen = (0, 0)
+        self._changed = 0.0
+        self._stuck: tuple[int, int] | None = None
         self.waited_seconds = 0.0
         self.high_water_bytes = 0
 
@@ -77,18 +77,20 @@ class Admission:
             while not self._try_claim(files, size):
                 if give_up.is_set():
                     raise SpoolError("the run ended while a request waited for room", where=files.rid)
-                if time.monotonic() - self._changed > self._patience:
+                stuck = self._use_seen == self._stuck  # as it was when the last wait was given up: this one need not begin
+                if stuck or time.monotonic() - max(self._changed, began) > self._patience:
+                    self._stuck = self._use_seen
                     raise SpoolError(
                         "nobody makes room in the spool",
                         where=self._spool.root,
                         expected=f"{size:,} bytes within {self._patience:.0f} s",
-                        got=self._seen,
+                        got=self._taken,
                         remedy="materialise eagle3_samples of the partitions whose dumps lie there (hs-assets server status)",
                     )
                 if time.monotonic() - said > _SAY_SECONDS:
                     said = time.monotonic()
                     sweep(self._spool)  # of runs that died meanwhile
-                    self._say(f"the spool is full: a request has waited {said - began:.0f} s for {size:,} bytes; {self._seen}")
+                    self._say(f"the spool is full: a request has waited {said - began:.0f} s for {size:,} bytes; {self._taken}")
                 time.sleep(_POLL_SECONDS)
         with self._lock:
             self.waited_seconds += time.monotonic() - began
@@ -115,12 +117,16 @@ class Admission:
             used, unwritten = self._use()
             if (used, unwritten) != self._use_seen:
                 self._use_seen, self._changed = (used, unwritten), time.monotonic()
-            self._seen = f"{used:,} of {self._budget:,} are taken, {unwritten:,} of {self._backlog:,} not written yet"
             if used + size > self._budget or (unwritten and unwritten + size > self._backlog):
                 return False
             ClaimRecord(files.rid, size, os.getpid(), self._created).write(files.claim)
         self.high_water_bytes = max(self.high_water_bytes, used + size)
         return True
+
+    @property
+    def _taken(self) -> str:
+        used, unwritten = self._use_seen
+        return f"{used:,} of {self._budget:,} are taken, {unwritten:,} of {self._backlog:,} not written yet"
 
     def _use(self) -> tuple[int, int]:
         """Bytes of all dumps, and of those that are not written yet."""
