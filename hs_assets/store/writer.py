@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import zarr
 from zarr.codecs import Crc32cCodec
 
 from hs_assets.errors import StoreError
-from hs_assets.store.dtype import BFLOAT16, as_bits
+from hs_assets.store.dtype import BFLOAT16
 from hs_assets.store.layout import StorePaths, array_name, publish_folder, remove_tree
 
 STAGING_PREFIX = ".staging-"
+_CRC_BYTES = 4
+_NO_CHUNK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,15 @@ class ArrayShape:
 
 
 class _Column:
-    """One array [S, width] that grows at its end: a buffer of one shard, written when it is full."""
+    """One array [S, width] that grows at its end: a buffer of one shard, written when it is full.
 
-    def __init__(self, group: zarr.Group, name: str, width: int | None, dtype: np.dtype[Any], chunk: int, shard: int) -> None:
+    zarr makes the array and its metadata. Its shards are written here, byte for byte as zarr would (README.md), but without
+    a copy of every chunk for every codec.
+    """
+
+    def __init__(
+        self, group: zarr.Group, folder: Path, name: str, width: int | None, dtype: np.dtype[Any], chunk: int, shard: int
+    ) -> None:
         tail = () if width is None else (width,)
         self._array = group.create_array(
             name,
@@ -49,7 +58,10 @@ class _Column:
             fill_value=float("nan") if width is not None else 0,
             config={"write_empty_chunks": True},
         )
+        self._folder = folder
+        self._chunk = chunk
         self._stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
+        self._fill = np.asarray(self._array.fill_value, dtype).view(self._stored)
         self._buffer = np.empty((shard, *tail), self._stored)
         self._filled = 0
         self._rows = 0
@@ -68,10 +80,25 @@ class _Column:
         """Write what is buffered. A column ends with this: a shard is never written twice."""
         if not self._filled:
             return
-        rows = self._rows + self._filled
+        rows = self.rows
         self._array.resize((rows, *self._array.shape[1:]))
-        as_bits(self._array)[self._rows : rows] = self._buffer[: self._filled]
+        self._write_shard(self._folder / self.shard_paths[-1])
         self._rows, self._filled = rows, 0
+
+    def _write_shard(self, path: Path) -> None:
+        """The chunks, each with its crc32c; then (offset, bytes) of each, all ones where there is none; its crc32c."""
+        count = -(-self._filled // self._chunk)
+        self._buffer[self._filled : count * self._chunk] = self._fill
+        index = np.full((len(self._buffer) // self._chunk, 2), _NO_CHUNK, "<u8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for number in range(count):
+                chunk = self._buffer[number * self._chunk : (number + 1) * self._chunk]
+                index[number] = file.tell(), chunk.nbytes + _CRC_BYTES
+                file.write(chunk.data)
+                file.write(_crc32c(chunk))
+            file.write(index.data)
+            file.write(_crc32c(index))
 
     @property
     def rows(self) -> int:
@@ -116,9 +143,10 @@ class GenerationWriter:
         self._dtype = dtype = {"BF16": BFLOAT16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}[shape.dtype]
         chunk, shard = shape.chunk_tokens, shape.shard_tokens
         self._states = {
-            i: _Column(self._group, array_name(i, final), shape.hidden_size, dtype, chunk, shard) for i in residual_ids
+            i: _Column(self._group, self._staging, array_name(i, final), shape.hidden_size, dtype, chunk, shard)
+            for i in residual_ids
         }
-        self._ids = _Column(self._group, "input_ids", None, np.dtype(np.int32), shard, shard)
+        self._ids = _Column(self._group, self._staging, "input_ids", None, np.dtype(np.int32), shard, shard)
         self._offsets = [0]
 
     def append(self, token_ids: np.ndarray, states: Mapping[int, np.ndarray]) -> int:
@@ -141,7 +169,7 @@ class GenerationWriter:
                 got=f"{token_ids.dtype} ids, and { {i: (s.shape, s.dtype) for i, s in states.items()} }",
             )
         for residual_id, rows in states.items():
-            self._states[residual_id].append(np.ascontiguousarray(rows))
+            self._states[residual_id].append(rows)
             self.bytes += rows.nbytes
         self._ids.append(token_ids)
         self._offsets.append(self._offsets[-1] + len(token_ids))
@@ -175,6 +203,11 @@ class GenerationWriter:
     def discard(self) -> None:
         """Remove what was written, where it was not published."""
         remove_tree(self._staging)
+
+
+def _crc32c(values: np.ndarray) -> bytes:
+    checksum: int = google_crc32c.value(values)
+    return checksum.to_bytes(_CRC_BYTES, "little")
 
 
 def _has_bytes(path: Path) -> bool:
