@@ -92,7 +92,8 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
     for outcome in materialize(project, build_definitions(project), _say):
         outcomes.append(outcome)
         said = "complete" if outcome.problem is None else f"NOT COMPLETE: {outcome.problem}"
-        _say(f"{outcome.partition}: {said}, {outcome.tokens:,} tokens captured ({time.monotonic() - began:.0f} s)")
+        did = f"{outcome.tokens:,} tokens captured" if outcome.tokens else "nothing had to be captured"
+        _say(f"{outcome.partition}: {said}, {did} ({time.monotonic() - began:.0f} s since the beginning)")
     partitions = status(project)
     console.print(ledger_table(partitions))
     view = open_store(project.store_path).layer_set(partitions[0].layer_set)
@@ -100,7 +101,8 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
         tokens, size = sum(one.tokens for one in partitions), sum(one.bytes for one in partitions)
         captured, seconds = sum(one.tokens for one in outcomes), sum(one.seconds for one in outcomes)
         speed = f"{captured / seconds:,.0f} tokens/s captured now" if captured else "nothing had to be captured"
-        console.print(f"{len(view)} samples, {tokens:,} tokens, {size:,} bytes of states in {project.store_path}; {speed}")
+        stored = sum(one.stored for one in partitions)
+        console.print(f"{stored} samples, {tokens:,} tokens, {size:,} bytes of states in {project.store_path}; {speed}")
         own, other = max(one.own_logprob for one in outcomes), min(one.other_logprob for one in outcomes)
         if captured and own:
             console.print(f"logprob rule: differences of own states at most {own:.3f}, of another sample's at least {other:.3f}")

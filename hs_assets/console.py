@@ -39,7 +39,9 @@ def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
         )
     ] or [0] * 6
     table.add_section()
-    table.add_row(f"{len(partitions)} partitions", "", *(f"{value:,}" for value in sums), "", style="bold")
+    table.add_row(
+        f"{len(partitions)} partition{'s' * (len(partitions) != 1)}", "", *(f"{value:,}" for value in sums), "", style="bold"
+    )
     return table
 
 
@@ -79,7 +81,7 @@ def server_lines(
         f"identity  {state.identity}, states {state.state_fingerprint}, residual ids {', '.join(map(str, state.residual_ids))}",
         f"process   {state.pid} (SGLang {state.sglang_version}), watchdog {state.watchdog_pid}, at {state.url}",
         f"up since  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.started_at))}",
-        f"spool     {state.spool}: {dumps} dumps, {used:,} of {state.spool_bytes:,} bytes",
+        f"spool     {state.spool}: {dumps} requests and dumps have room, {used:,} of {state.spool_bytes:,} bytes",
         f"log       {state.log}",
         f"says      {state.message}",
     ]

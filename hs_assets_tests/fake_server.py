@@ -77,6 +77,12 @@ class FakeServer:
         return 200, {"meta_info": info}
 
 
+class _Listener(ThreadingHTTPServer):
+    """Takes as many connections at once as a client opens; the usual five would reset some on a busy machine."""
+
+    request_queue_size = 256
+
+
 def healthy(_rid: Rid, states: np.ndarray) -> np.ndarray:
     """No fault."""
     return states
@@ -104,7 +110,7 @@ def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer
         def log_message(self, *_: object) -> None:
             """Quiet."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+    with _Listener(("127.0.0.1", 0), Handler) as http:
         http.daemon_threads = True
         threading.Thread(target=http.serve_forever, daemon=True).start()
         folder = ServerFolder(project.home.server)

@@ -126,7 +126,7 @@ def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json cannot be read") as error:
         read_model_facts(tmp_path / "nowhere")
     assert error.value.where == tmp_path / "nowhere"
-    assert error.value.remedy == "check model.path"
+    assert error.value.remedy == "check model.path; the demo's model is made by hs-assets demo"
 
 
 @pytest.mark.parametrize("field", NEEDED)

@@ -464,9 +464,9 @@ def test_an_unknown_sample(paths, sample_id):
 @pytest.mark.parametrize("layers", [[6], [2, 6], [2, 4, 8, 61]])
 def test_an_unknown_residual_id(paths, layers):
     make_partition(paths, [5])
-    with pytest.raises(StoreError, match="no such sample in the store") as caught:
+    with pytest.raises(StoreError, match="no such states of this sample in the store") as caught:
         open_store(paths.root).read(f"{PARTITION}/0000", layers=layers)
-    assert f"\n  expected: {PARTITION}/0000 with residual ids {tuple(layers)}" in str(caught.value)
+    assert f"\n  where: {PARTITION}/0000\n  expected: residual ids {tuple(layers)}" in str(caught.value)
 
 
 def test_what_no_manifest_names_is_not_there(paths):

@@ -30,6 +30,7 @@ from hs_assets.wire.records import CaptureConfig
 from hs_assets.wire.rid import Kind, Rid, parse_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
+_BLOCKS, _BLOCKS_FOR_CANARIES = 16, 2
 _AUX_ARGUMENT = 4
 """Position of ``aux_hidden_states`` in ``LogitsProcessor.forward`` (0.5.17 and 0.5.23)."""
 
@@ -71,7 +72,7 @@ class Session:
         self._writers = Writers(config.writer_threads, lambda: Assembly(facts, room))
         probe_facts = DumpFacts(config.server, config.state_fingerprint, self._aux, hidden_size, dtype)
         self._probe_writers = Writers(1, lambda: Assembly(probe_facts, room))
-        self._transfer = Transfer(device, config.backlog_bytes)
+        self._transfer = Transfer(device, config.backlog_bytes, _BLOCKS if rank == 0 else _BLOCKS_FOR_CANARIES)
         self.monitor = Monitor(spool.counters(rank), config.server, rank, self._writers, self._transfer, room)
         self._pass: _Pass | None = None
         self._dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]

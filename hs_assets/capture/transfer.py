@@ -19,7 +19,6 @@ from hs_assets.capture.writers import Failed, Rows, Writers
 from hs_assets.wire.spool import DumpFiles
 
 _BLOCK_BYTES = 64 << 20
-_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,10 @@ class Transfer:
 
     Arguments:
         backlog_bytes: device memory that states waiting for their copy may hold; beyond it samples fail, not the server.
+        blocks: of pinned memory, 64 MiB each, that are filled and written in turn.
     """
 
-    def __init__(self, device: torch.device, backlog_bytes: int) -> None:
+    def __init__(self, device: torch.device, backlog_bytes: int, blocks: int) -> None:
         self._device = device
         self._limit = backlog_bytes
         self._backlog = 0
@@ -55,7 +55,7 @@ class Transfer:
         if device.type == "cuda":
             self._jobs: queue.SimpleQueue[tuple[StatesBatch, torch.cuda.Event]] = queue.SimpleQueue()
             self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-            for _ in range(_BLOCKS):
+            for _ in range(blocks):
                 self._blocks.put(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
             self._thread = threading.Thread(target=self._copy_all, name="hs-assets-transfer", daemon=True)
             self._thread.start()

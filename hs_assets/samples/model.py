@@ -81,7 +81,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         ConfigError: no config.json there, or one without the usual fields.
     """
     file = path / "config.json"
-    remedy = "check model.path"
+    remedy = "check model.path; the demo's model is made by hs-assets demo"
     try:
         outer = json.loads(file.read_text())
         text = outer.get("text_config") or outer

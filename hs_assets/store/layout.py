@@ -68,7 +68,11 @@ def check(root: Path) -> StorePaths:
         version = json.loads((root / "zarr.json").read_text())["attributes"][_ATTRIBUTE]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
-            "there is no store here", where=root, expected=f"zarr.json with the attribute {_ATTRIBUTE}", got=repr(error)
+            "there is no store here",
+            where=root,
+            expected=f"zarr.json with the attribute {_ATTRIBUTE}",
+            got=repr(error),
+            remedy="materialise eagle3_samples first (hs-assets demo), or check --home",
         ) from error
     if version != STORE_VERSION:
         raise StoreVersionError(

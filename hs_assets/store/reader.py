@@ -91,7 +91,7 @@ class Store:
         return LayerSetView(self, self.manifests(layer_set_id))
 
     def read(self, sample_id: str, layers: Iterable[int] | None = None, tokens: slice = slice(None)) -> dict[int, np.ndarray]:
-        """Some states of one sample: residual id → [tokens, H]; touches only the chunks that hold them.
+        """Some states of one sample as a dict, residual id → [tokens, H]; touches only the chunks that hold them.
 
         Arguments:
             layers: residual ids; by default those of the first layer set that has the sample.
@@ -106,15 +106,25 @@ class Store:
 
     def find(self, sample_id: str, layers: tuple[int, ...] | None = None) -> tuple[Manifest, StoredSample]:
         """The manifest that has a sample (with all of `layers`), and its entry."""
-        partition = sample_id.rpartition("/")[0]
+        partition, found = sample_id.rpartition("/")[0], False
         for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
             path = self.paths.manifest(layer_set_id, partition)
             manifest = read_manifest(path) if path.exists() else None
             for sample in manifest.samples if manifest else ():
-                if sample.sample_id == sample_id and set(layers or ()) <= set(_residual_ids(sample)) and manifest:
+                if sample.sample_id != sample_id or manifest is None:
+                    continue
+                found = True
+                if set(layers or ()) <= set(_residual_ids(sample)):
                     return manifest, sample
-        wanted = f"{sample_id} with residual ids {layers}" if layers else sample_id
-        raise StoreError("no such sample in the store", where=self.paths.root, expected=wanted, got=self.layer_sets())
+        if found:
+            problem, got = "no such states of this sample in the store", f"layer sets {self.layer_sets()}"
+            raise StoreError(problem, where=sample_id, expected=f"residual ids {layers}", got=got)
+        raise StoreError(
+            "no such sample in the store",
+            where=self.paths.root,
+            got=sample_id,
+            remedy="an id is <partition>/<row, 4 digits>; hs-assets status lists the partitions",
+        )
 
     def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
         """A sample, read whole."""
