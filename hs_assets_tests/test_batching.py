@@ -144,16 +144,20 @@ def test_requests_whose_client_went_away_leave_nothing_and_harm_nobody(server: B
     gone, kept = make_prompts([1200] * 8, seed=5), make_prompts([300] * 8, seed=6)
     claims = [server.claim(1200, prompt.row) for prompt in gone]
 
-    def give_up(prompt: Prompt) -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            server.post(claims[prompt.row][0], prompt.input_ids.tolist(), timeout=0.2)
-        claims[prompt.row][1].free()
+    def give_up(prompt: Prompt) -> bool:
+        """Whether the answer had not come when the client went away."""
+        try:
+            server.post(claims[prompt.row][0], prompt.input_ids.tolist(), timeout=0.1)
+        except httpx.ReadTimeout:
+            return True
+        finally:
+            claims[prompt.row][1].free()
+        return False
 
     with ThreadPoolExecutor(16) as pool:
         abandoned = [pool.submit(give_up, prompt) for prompt in gone]
         states, failed = server.capture(kept, in_flight=8)
-        for future in abandoned:
-            future.result()
+        assert sum(future.result() for future in abandoned) >= 4, "the server was too fast to be left alone"
     assert failed == []
     alone, _ = server.capture(kept, in_flight=1)
     assert_close(states, alone)
