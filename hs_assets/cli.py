@@ -180,15 +180,16 @@ def server_stop(home: Path | None, config: str | None, force: bool) -> None:
 def server_status(home: Path | None, config: str | None, as_json: bool) -> None:
     """Whether the server runs, who uses it, and how full its spool is. Exit status 1 where it is not up."""
     from hs_assets.console import server_lines
-    from hs_assets.serving.admission import read_counters, spool_use
+    from hs_assets.serving.admission import spool_use
     from hs_assets.serving.server import describe
-    from hs_assets.serving.state import UP, ServerFolder
+    from hs_assets.serving.state import UP, ServerFolder, read_counters
+    from hs_assets.wire.spool import Spool
 
     project = load_project(home, config)
     folder = ServerFolder(project.home.server)
     state, leases = folder.read_state(), folder.live_leases()
     dumps, used = spool_use(project.spool_path)
-    phase, counters = describe(state), read_counters(project.spool_path)
+    phase, counters = describe(state), read_counters(Spool(project.spool_path), 0)
     if as_json:
         known = dataclasses.asdict(state) if state else {}
         click.echo(

@@ -57,8 +57,8 @@ def make_chunk(token_ids: np.ndarray, states: np.ndarray) -> Chunk:
     return Chunk(raw(token_ids), raw(checksums(states)), raw(states))
 
 
-def make_assembly(facts: DumpFacts, folder: Path, limit: int = 1 << 40) -> Assembly:
-    return Assembly(facts, Room(folder, limit))
+def make_assembly(facts: DumpFacts, spool: Spool, limit: int = 1 << 40) -> Assembly:
+    return Assembly(facts, Room(spool, limit))
 
 
 def add_chunks(

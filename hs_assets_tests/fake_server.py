@@ -45,7 +45,7 @@ class FakeServer:
         dtype = {"bfloat16": "BF16", "float32": "F32"}[project.settings.server.dtype]
         ids, hidden = target.layer_set.residual_ids, target.facts.hidden_size
         self._dtype = DTYPES[dtype]
-        self._assembly = make_assembly(DumpFacts("fake", target.spec.fingerprint, ids, hidden, dtype), self._spool.dumps)
+        self._assembly = make_assembly(DumpFacts("fake", target.spec.fingerprint, ids, hidden, dtype), self._spool)
         self._lock = threading.Lock()
         random = np.random.default_rng(5)
         self._embedding = random.standard_normal((target.facts.vocab_size, len(ids), hidden)).astype(np.float32)

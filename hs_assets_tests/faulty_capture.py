@@ -68,7 +68,8 @@ def _put_into_session(path: Path) -> None:
                 down.register_forward_pre_hook(lambda module, args, i=i: note_partial(i, module, args))
 
     def patched_begin(self: Any, batch: Any) -> Any:
-        shift, fault = 1 if _fault(path) == "other_layers" else 0, _fault(path)
+        fault = _fault(path)
+        shift = 1 if fault == "other_layers" else 0
         captured = self._aux[:-1] if fault == "fewer_layers" else self._aux
         if fault != "plain_hook":  # on a GPU batches overlap: never change what is captured there
             self.body.layers_to_capture = [i + shift for i in captured]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hs_assets.errors import SpoolError
-from hs_assets.serving.admission import KEPT, Admission, spool_use, sweep
+from hs_assets.serving.admission import KEPT, Admission, adopt, spool_use, sweep
 from hs_assets.serving.state import lives, started
 from hs_assets.wire.records import ClaimRecord
 from hs_assets.wire.rid import new_rid
@@ -135,13 +135,12 @@ def test_dumps_of_the_dead_are_freed_or_taken_over(spool: Spool) -> None:
 
     assert sweep(spool) == 2
     assert set(spool.rids()) == {whole.rid, kept.rid, mine.rid}
-    owners = Admission(spool, 0, 0, print)
-    assert owners.adopt(whole)
-    assert owners.adopt(kept)
+    assert adopt(spool, whole)
+    assert adopt(spool, kept)
     assert ClaimRecord.read(whole.claim).pid == os.getpid()
-    assert owners.adopt(whole, KEPT)
+    assert adopt(spool, whole, KEPT)
     assert ClaimRecord.read(whole.claim).pid == KEPT
-    assert not owners.adopt(half)
+    assert not adopt(spool, half)
 
 
 def test_dumps_of_the_living_are_nobody_elses(spool: Spool) -> None:
@@ -152,7 +151,7 @@ def test_dumps_of_the_living_are_nobody_elses(spool: Spool) -> None:
     ClaimRecord(files.rid, 10, parent.pid, started(parent.pid)).write(files.claim)
     fill(files)
     assert sweep(spool) == 0
-    assert not Admission(spool, 0, 0, print).adopt(files)
+    assert not adopt(spool, files)
 
 
 def test_a_spool_in_which_nothing_moves_is_given_up(spool: Spool) -> None:
@@ -185,7 +184,7 @@ def test_claims_of_another_version_count_by_their_dumps(spool: Spool) -> None:
     files.claim.write_text('{"record": "claim", "version": 1}')
     files.data.write_bytes(bytes(70))
     assert spool_use(spool.root) == (1, 70)
-    assert not Admission(spool, 0, 0, print).adopt(files)
+    assert not adopt(spool, files)
     assert sweep(spool) == 1
     assert spool_use(spool.root) == (0, 0)
 

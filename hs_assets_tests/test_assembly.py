@@ -62,7 +62,7 @@ def files(spool, rid):
 
 @pytest.fixture
 def assembly(spool):
-    return make_assembly(FACTS, spool.dumps)
+    return make_assembly(FACTS, spool)
 
 
 def assert_whole(files, token_ids, states, chunks):
@@ -141,7 +141,7 @@ def test_the_whole_size_is_reserved_at_the_first_chunk(assembly, files, rid):
 @given(st.data())
 def test_chunks_of_many_requests_in_any_order_of_requests(tmp_path_factory, data):
     spool = made_spool(tmp_path_factory.mktemp("spool"))
-    assembly = make_assembly(FACTS, spool.dumps)
+    assembly = make_assembly(FACTS, spool)
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     rows = [make_rows(length, seed) for seed, length in enumerate(lengths)]
     ends = [sorted({*data.draw(st.sets(st.integers(1, length))), length}) for length in lengths]
@@ -161,7 +161,7 @@ def test_every_bit_pattern_of_bf16_as_two_bytes(spool):
     facts = dataclasses.replace(FACTS, residual_ids=(*RESIDUAL_IDS, 62), hidden_size=256, dtype="BF16")
     rid = make_rid(len(bits))
     files = claimed(spool, rid)
-    add_chunks(make_assembly(facts, spool.dumps), files, rid, ids, bits, [5, 40, len(bits)])
+    add_chunks(make_assembly(facts, spool), files, rid, ids, bits, [5, 40, len(bits)])
     tensors = dict(safetensors.deserialize(files.data.read_bytes()))
     assert (tensors["hidden_states"]["dtype"], tensors["hidden_states"]["shape"]) == ("BF16", [64, 4, 256])
     assert bytes(tensors["hidden_states"]["data"]) == bits.tobytes()
@@ -471,7 +471,7 @@ from hs_assets.wire.spool import Spool
 
 spool, tokens, dumps, seed = Spool(Path(sys.argv[1])), *map(int, sys.argv[2:])
 ids, states = random.Random(seed).randbytes(tokens * 4), random.Random(seed).randbytes(tokens * 4096)
-assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", (2, 4), 512, "F32"), spool.dumps)
+assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", (2, 4), 512, "F32"), spool)
 ids, states = np.frombuffer(ids, "<i4"), np.frombuffer(states, "<f4").reshape(tokens, -1)
 print("begins", flush=True)
 for row in range(dumps):

@@ -6,6 +6,7 @@ memory again.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from hs_assets.samples.prompts import Prompt
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Failed
 from hs_assets.serving.launch import resolve
 from hs_assets.serving.state import ServerFolder, ServerState
-from hs_assets.wire.dump import DumpLayout, read_layout, token_sha256
+from hs_assets.wire.dump import DumpLayout, read_layout
 from hs_assets.wire.records import ClaimRecord, CommitRecord
 from hs_assets.wire.rid import new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
@@ -39,8 +40,7 @@ class Batching:
         self.project = project
         self.state = state
         self.spool = Spool(project.spool_path)
-        target = resolve(project)
-        self.layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, "F32")
+        self.layout = resolve(project).layout
 
     def capture(self, prompts: Sequence[Prompt], in_flight: int) -> tuple[list[np.ndarray], list[Failed]]:
         """The states of each prompt, in their order, checked as the pipeline checks a dump; and those that failed."""
@@ -61,7 +61,7 @@ class Batching:
         return [states[prompt.row] for prompt in prompts if prompt.row in states], failed
 
     def layout_of(self, prompt: Prompt) -> DumpLayout:
-        return DumpLayout(len(prompt.input_ids), self.layout.residual_ids, self.layout.hidden_size, "F32")
+        return dataclasses.replace(self.layout, tokens=len(prompt.input_ids))
 
     def claim(self, length: int, row: int = 0) -> tuple[str, DumpFiles]:
         rid = str(new_rid("raw", row, length))
@@ -92,11 +92,11 @@ def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 def make_prompts(lengths: Sequence[int], seed: int = 1, shared: int = 0) -> list[Prompt]:
     """Prompts of these lengths; the first `shared` tokens are the same in all."""
     random = np.random.default_rng(seed)
-    prefix, prompts = random.integers(9, VOCABULARY, shared), []
-    for row, length in enumerate(lengths):
-        ids = np.concatenate([prefix, random.integers(9, VOCABULARY, length - shared)]).astype("<i4")
-        prompts.append(Prompt(row, ids, np.ones(length, bool), token_sha256(ids.tobytes())))
-    return prompts
+    prefix = random.integers(9, VOCABULARY, shared)
+    return [
+        Prompt.supervised(row, np.concatenate([prefix, random.integers(9, VOCABULARY, length - shared)]))
+        for row, length in enumerate(lengths)
+    ]
 
 
 def assert_close(ours: list[np.ndarray], others: list[np.ndarray]) -> None:

@@ -18,7 +18,6 @@ from hs_assets.serving.admission import Admission
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Failed
 from hs_assets.serving.launch import resolve
 from hs_assets.serving.state import ServerFolder
-from hs_assets.wire.dump import DumpLayout, token_sha256
 from hs_assets.wire.rid import Rid
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import DEMO_TEXTS, say, write_project
@@ -37,20 +36,15 @@ def server(project: Project) -> Iterator[FakeServer]:
 
 
 def connect(project: Project, in_flight: int = 4, commit_seconds: float = 30) -> CaptureClient:
-    target = resolve(project)
-    layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, "BF16")
     folder = ServerFolder(project.home.server)
     state = folder.read_state()
     assert state
-    return CaptureClient(folder, state, layout, ClientSettings(in_flight, 30, commit_seconds), say)
+    return CaptureClient(folder, state, resolve(project).layout, ClientSettings(in_flight, 30, commit_seconds), say)
 
 
 def make_prompts(count: int, tokens: int = 20) -> list[Prompt]:
-    random, prompts = np.random.default_rng(0), []
-    for row in range(count):
-        ids = random.integers(9, 2000, tokens).astype("<i4")
-        prompts.append(Prompt(row, ids, np.ones(tokens, bool), token_sha256(ids.tobytes())))
-    return prompts
+    random = np.random.default_rng(0)
+    return [Prompt.supervised(row, random.integers(9, 2000, tokens)) for row in range(count)]
 
 
 def left(project: Project) -> list[str]:

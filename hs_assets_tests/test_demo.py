@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import tensorstore as ts
 from hs_assets.config import load_project
 from hs_assets.samples.tokenizer import load_tokenizer
 from hs_assets.serving.state import ServerFolder
+from hs_assets.serving.watchdog import free_port
 from hs_assets.store import open_store
 from hs_assets_tests.conftest import DEMO_TEXTS, temporary_home
 
@@ -143,9 +143,7 @@ def test_dagster_dev_shows_the_filled_partitions(demo: tuple[Path, str]) -> None
     home, _ = demo
     for name in ("workspace.yaml", "dagster.yaml"):
         shutil.copy(CHECKOUT / name, home.parent / name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = home.parent / "dagster-dev.log"
     with log.open("w") as output:
         process = subprocess.Popen(

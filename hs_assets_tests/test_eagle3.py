@@ -56,7 +56,7 @@ def write_dump(
 ) -> DumpFiles:
     """The dump of a prompt, written by the plugin's own code in chunks of these many tokens, and the client's answer."""
     rid, files = claim(spool, prompt)
-    assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, dtype), spool.dumps)
+    assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, dtype), spool)
     add_chunks(assembly, files, rid, prompt, states, chunks or (len(prompt.input_ids),))
     AnswerRecord(str(rid), len(prompt.input_ids), 0, ((-0.5, 7), (-1.5, 8))).write(files.answer)
     return files
@@ -158,7 +158,7 @@ def test_no_commit_record_no_dump(spool: Spool) -> None:
 def test_a_dump_that_is_still_being_written(spool: Spool) -> None:
     prompt, states = make_prompt(), make_states("BF16")
     rid, files = claim(spool, prompt)
-    assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, "BF16"), spool.dumps)
+    assembly = make_assembly(DumpFacts("server-1", "fingerprint-1", RESIDUAL_IDS, HIDDEN, "BF16"), spool)
     AnswerRecord(str(rid), TOKENS, 0, ()).write(files.answer)
     add_chunks(assembly, files, rid, prompt, states, (2, 2))
     assert files.data.stat().st_size > HEADER_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Fa
 from hs_assets.serving.launch import make_launch_plan, resolve
 from hs_assets.serving.server import describe, lease_server, stop_server
 from hs_assets.serving.state import FAILED, LaunchPlan, ServerFolder, ServerState, lives
-from hs_assets.wire.dump import DumpLayout, token_sha256
+from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.records import ClaimRecord, CountersRecord, ReadyRecord
 from hs_assets.wire.rid import new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
@@ -62,8 +63,7 @@ class Faulty:
 
     @property
     def layout(self) -> DumpLayout:
-        target = resolve(self.project)
-        return DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, "F32")
+        return resolve(self.project).layout
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +86,8 @@ def healthy_again(faulty: Faulty) -> Iterator[None]:
 
 
 def make_prompts(count: int, tokens: int = TOKENS) -> list[Prompt]:
-    random, prompts = np.random.default_rng(3), []
-    for row in range(count):
-        ids = random.integers(9, 2000, tokens).astype("<i4")
-        prompts.append(Prompt(row, ids, np.ones(tokens, bool), token_sha256(ids.tobytes())))
-    return prompts
+    random = np.random.default_rng(3)
+    return [Prompt.supervised(row, random.integers(9, 2000, tokens)) for row in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -147,8 +144,7 @@ def test_one_rank_writes_and_both_are_counted(faulty: Faulty) -> None:
 
 
 def client_bytes(faulty: Faulty, tokens: int = TOKENS) -> int:
-    layout = faulty.layout
-    return DumpLayout(tokens, layout.residual_ids, layout.hidden_size, layout.dtype).file_bytes
+    return dataclasses.replace(faulty.layout, tokens=tokens).file_bytes
 
 
 def test_a_bit_that_changes_on_the_way_is_seen(faulty: Faulty) -> None:

@@ -83,7 +83,7 @@ def write_files(folder: Path) -> None:
     facts = DumpFacts("server-1", "0123456789abcdef", (2, 4, 8), 4, "BF16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly.time, "time", lambda: COMMITTED_AT)
-        add_chunks(make_assembly(facts, spool.dumps), files, RID, TOKEN_IDS, STATES, [2, 3])
+        add_chunks(make_assembly(facts, spool), files, RID, TOKEN_IDS, STATES, [2, 3])
     MANIFEST.write(store)
     writer = GenerationWriter(store, "0123456789abcdef", "demo-00000", (2,), 8, ArrayShape(4, "BF16", 2, 4))
     writer.append(TOKEN_IDS, {2: STATES[:, 0].view(ml_dtypes.bfloat16)})

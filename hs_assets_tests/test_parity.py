@@ -19,7 +19,7 @@ from hs_assets.samples.eagle3 import load_sample
 from hs_assets.samples.prompts import Prompt
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings
 from hs_assets.serving.state import ServerFolder
-from hs_assets.wire.dump import DumpLayout, token_sha256
+from hs_assets.wire.dump import DumpLayout
 from hs_assets_tests.conftest import DEMO_TEXTS, running_server, say, write_project
 
 LAYERS, HIDDEN_SIZE, VOCABULARY, CHUNK = 8, 128, 2048, 64
@@ -30,11 +30,7 @@ TOLERANCE = 1e-4
 
 def make_prompts() -> list[Prompt]:
     random = np.random.default_rng(7)
-    prompts = []
-    for row, length in enumerate(LENGTHS):
-        ids = random.integers(9, VOCABULARY, length).astype("<i4")
-        prompts.append(Prompt(row, ids, np.ones(length, bool), token_sha256(ids.tobytes())))
-    return prompts
+    return [Prompt.supervised(row, random.integers(9, VOCABULARY, length)) for row, length in enumerate(LENGTHS)]
 
 
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:

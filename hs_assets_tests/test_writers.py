@@ -55,7 +55,7 @@ class Chunks:
 
 
 def make_writers(threads: int, spool: Spool) -> Writers:
-    return Writers(threads, lambda: make_assembly(FACTS, spool.dumps))
+    return Writers(threads, lambda: make_assembly(FACTS, spool))
 
 
 def answered(files: DumpFiles) -> bool:

@@ -67,7 +67,7 @@ class Session:
         self._rank = rank
         self._aux = ids[:-1]
         self._hidden_size = hidden_size
-        room = Room(spool.dumps, config.spool_bytes)
+        room = Room(spool, config.spool_bytes)
         facts = DumpFacts(config.server, config.state_fingerprint, ids, hidden_size, dtype)
         self._writers = Writers(config.writer_threads, lambda: Assembly(facts, room))
         probe_facts = DumpFacts(config.server, config.state_fingerprint, self._aux, hidden_size, dtype)
@@ -98,7 +98,7 @@ class Session:
         finally:
             current, self._pass = self._pass, None
             if current is not None and not current.submitted:
-                self._fail(current, "not_captured", "the forward pass ended without states")
+                self._writers.fail(current.segments, "not_captured", "the forward pass ended without states")
 
     def _begin(self, forward_batch: Any) -> _Pass | None:
         """Note our requests in a batch; those of samples on rank 0 alone, those of the canary on every rank."""
@@ -142,7 +142,7 @@ class Session:
                 if current.has_canary:
                     self._submit_probes(current, token_ids)
         except Exception as error:  # the clients learn of it by their samples' failure records
-            self._fail(current, "capture_error", repr(error))
+            self._writers.fail(current.segments, "capture_error", repr(error))
 
     def _submit_probes(self, current: _Pass, token_ids: torch.Tensor) -> None:
         probed = torch.stack([current.probed[i] for i in self._aux], dim=1)
@@ -169,7 +169,3 @@ class Session:
                 got=f"aux {tuple(aux.shape)} {aux.dtype}, final {tuple(final.shape)}",
             )
         return torch.cat([aux.view(rows, slots, self._hidden_size), final.unsqueeze(1)], dim=1)
-
-    def _fail(self, current: _Pass, reason: str, detail: str) -> None:
-        for segment, files in current.segments:
-            self._writers.put(Failed(files, segment.rid, reason, detail))

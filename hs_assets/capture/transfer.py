@@ -15,7 +15,7 @@ import torch
 
 from hs_assets.capture.assembly import Chunk
 from hs_assets.capture.batch import Segment
-from hs_assets.capture.writers import Failed, Rows, Writers
+from hs_assets.capture.writers import Rows, Writers
 from hs_assets.wire.spool import DumpFiles
 
 _BLOCK_BYTES = 64 << 20
@@ -98,8 +98,7 @@ class Transfer:
             self._jobs.put((batch, ready))
             return
         detail = f"{size} bytes of states would make more than {self._limit} wait on the device"
-        for segment, files in batch.segments:
-            batch.writers.put(Failed(files, segment.rid, "capture_backlog", detail))
+        batch.writers.fail(batch.segments, "capture_backlog", detail)
 
     def _copy_all(self) -> None:
         torch.cuda.set_device(self._device)
@@ -111,8 +110,7 @@ class Transfer:
                 with torch.cuda.stream(stream):
                     _copy(batch, self._blocks)
             except Exception as error:  # the clients learn of it by their samples' failure records
-                for segment, files in batch.segments:
-                    batch.writers.put(Failed(files, segment.rid, "capture_error", repr(error)))
+                batch.writers.fail(batch.segments, "capture_error", repr(error))
             stream.synchronize()  # the batch's device memory is let go of only now
             size = batch.states.nbytes
             del batch
@@ -140,7 +138,7 @@ def _copy(batch: StatesBatch, blocks: queue.SimpleQueue[torch.Tensor]) -> None:
                 copied.record()
                 if before is not None:
                     before.synchronize()
-            except Exception:
+            except Exception:  # whatever it is, the ring keeps all its blocks
                 blocks.put(block)
                 raise
             before = copied

@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from hs_assets.capture.assembly import Assembly, Chunk, failure_reason
+from hs_assets.capture.batch import Segment
 from hs_assets.wire.rid import Rid
 from hs_assets.wire.spool import DumpFiles
 
@@ -105,6 +106,11 @@ class Writers:
             self._pending_bytes += job.size
             self.pending_high_water_bytes = max(self.pending_high_water_bytes, self._pending_bytes)
         self._queues[job.rid.row % len(self._queues)].put(job)  # rows come in order: neighbours go to different threads
+
+    def fail(self, segments: Iterable[tuple[Segment, DumpFiles]], reason: str, detail: str) -> None:
+        """Hand over the failure of all requests of a batch; their clients learn of it by its record."""
+        for segment, files in segments:
+            self.put(Failed(files, segment.rid, reason, detail))
 
     def _write(self, number: int) -> None:
         jobs, assembly, swept = self._queues[number], self._assemblies[number], time.monotonic()

@@ -16,11 +16,11 @@ from hs_assets.extraction.plan import Plan, make_plan
 from hs_assets.samples.model import load_head
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import Expected, Validator
-from hs_assets.serving.admission import KEPT, Admission, read_counters, spool_use, sweep
+from hs_assets.serving.admission import KEPT, adopt, spool_use, sweep
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, Failed
 from hs_assets.serving.launch import Target, make_launch_plan
 from hs_assets.serving.server import lease_server
-from hs_assets.serving.state import ServerFolder, ServerState
+from hs_assets.serving.state import ServerFolder, ServerState, read_counters
 from hs_assets.store.layout import create
 from hs_assets.store.manifest import Manifest
 from hs_assets.store.masks import write_final_norm
@@ -128,14 +128,14 @@ def _capture_only(project: Project, target: Target, key: str, say: Say) -> Repor
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
-    owners = Admission(Spool(project.spool_path), 0, 0, say)
+    spool = Spool(project.spool_path)
     try:
         with _outcomes(project, target, report, say, keep=True) as (outcomes, _):
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
                     report.problems.append(f"{key}/{outcome.prompt.row:04d} failed: {outcome.reason}: {outcome.detail}")
                 elif outcome is not None:
-                    owners.adopt(outcome.files, KEPT)
+                    adopt(spool, outcome.files, KEPT)
                     report.kept += 1
     except ServerDiedError as error:
         report.problems.append(str(error))
@@ -190,7 +190,7 @@ def _outcomes(
             report.seconds = time.monotonic() - began
             report.waited_for_spool_seconds = client.admission.waited_seconds
             report.spool_high_water_bytes = client.admission.high_water_bytes
-            report.counters = read_counters(project.spool_path)
+            report.counters = read_counters(Spool(project.spool_path), 0)
 
 
 def _watched(
@@ -222,12 +222,11 @@ def _adopt(project: Project, target: Target, plan: Plan, say: Say) -> list[Captu
         return []
     if freed := sweep(spool):
         say(f"freed {freed} dumps that a crash had left half done")
-    owners = Admission(spool, 0, 0, say)
     wanted: dict[int, Prompt] = {prompt.row: prompt for prompt in plan.to_capture}
     adopted = []
     for text in spool.rids():
         rid, files = parse_rid(text), spool.dump(text)
-        if rid is None or rid.partition != plan.prompts.key or not files.whole or not owners.adopt(files):
+        if rid is None or rid.partition != plan.prompts.key or not files.whole or not adopt(spool, files):
             continue
         commit, prompt = CommitRecord.read(files.commit), wanted.pop(rid.row, None)
         asked_for = (target.spec.fingerprint, target.layer_set.residual_ids, prompt.token_sha256 if prompt else None)

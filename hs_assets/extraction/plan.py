@@ -14,7 +14,7 @@ from pathlib import Path
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError
 from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_table
-from hs_assets.serving.launch import DTYPES, Target
+from hs_assets.serving.launch import Target
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, Part, UnstoredRow, manifests_of
 from hs_assets.wire.dump import ITEM_BYTES, DumpLayout
@@ -84,7 +84,7 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
     plan = Plan(
         prompts=prompts,
         layer_set=target.layer_set,
-        layout=DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, DTYPES[target.spec.dtype]),
+        layout=target.layout,
         known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
         before=_before(manifests, target.layer_set, prompts),
     )

@@ -43,6 +43,12 @@ class Prompt:
     loss_mask: np.ndarray
     token_sha256: str
 
+    @classmethod
+    def supervised(cls, row: int, input_ids: np.ndarray) -> Prompt:
+        """A prompt of which every token is supervised."""
+        ids = input_ids.astype("<i4")
+        return cls(row, ids, np.ones(len(ids), bool), token_sha256(ids.tobytes()))
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:

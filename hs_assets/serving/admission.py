@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hs_assets.errors import SpoolError, WireError
 from hs_assets.serving.state import lives, started
-from hs_assets.wire.records import ClaimRecord, CountersRecord
+from hs_assets.wire.records import ClaimRecord
 from hs_assets.wire.spool import COMMIT, DumpFiles, Spool
 
 KEPT = 0
@@ -95,25 +95,8 @@ class Admission:
         with self._lock:
             self.waited_seconds += time.monotonic() - began
 
-    def adopt(self, files: DumpFiles, owner: int | None = None) -> bool:
-        """Take over a dump whose owner is gone or left it on purpose; returns whether it is ours now.
-
-        Arguments:
-            owner: the new owner: this process, or `KEPT`.
-        """
-        with self._locked():
-            try:
-                claim = ClaimRecord.read(files.claim)
-            except WireError:  # freed at this very moment, or of another version
-                return False
-            if claim.pid not in (KEPT, os.getpid()) and lives(claim.pid, claim.created):
-                return False
-            pid = os.getpid() if owner is None else owner
-            ClaimRecord(claim.rid, claim.bytes, pid, self._created).write(files.claim)
-            return True
-
     def _try_claim(self, files: DumpFiles, size: int) -> bool:
-        with self._locked():
+        with self._lock, _locked(self._spool):
             used, unwritten = self._use()
             if (used, unwritten) != self._use_seen:
                 self._use_seen, self._changed = (used, unwritten), time.monotonic()
@@ -138,12 +121,6 @@ class Admission:
         return sum(self._sizes.values()), unwritten
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock, (self._spool.root / "admission.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    @contextmanager
     def _counted(self) -> Iterator[None]:
         with self._lock:
             self._waiting += 1
@@ -152,6 +129,32 @@ class Admission:
         finally:
             with self._lock:
                 self._waiting -= 1
+
+
+@contextmanager
+def _locked(spool: Spool) -> Iterator[None]:
+    """Nobody else claims or takes over anything in a spool while this is entered."""
+    with (spool.root / "admission.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def adopt(spool: Spool, files: DumpFiles, owner: int | None = None) -> bool:
+    """Take over a dump whose owner is gone or left it on purpose; returns whether it is ours now.
+
+    Arguments:
+        owner: the new owner: this process, or `KEPT`.
+    """
+    with _locked(spool):
+        try:
+            claim = ClaimRecord.read(files.claim)
+        except WireError:  # freed at this very moment, or of another version
+            return False
+        if claim.pid not in (KEPT, os.getpid()) and lives(claim.pid, claim.created):
+            return False
+        pid = os.getpid() if owner is None else owner
+        ClaimRecord(claim.rid, claim.bytes, pid, started(os.getpid())).write(files.claim)
+        return True
 
 
 def sweep(spool: Spool) -> int:
@@ -188,9 +191,3 @@ def spool_use(path: Path) -> tuple[int, int]:
     spool = Spool(path)
     rids = spool.rids() if spool.dumps.is_dir() else []
     return len(rids), sum(_bytes_of(spool.dump(rid)) for rid in rids)
-
-
-def read_counters(path: Path) -> CountersRecord | None:
-    """What the rank that writes says of itself; None where no server has written into this spool yet."""
-    counters = Spool(path).counters(0)
-    return CountersRecord.read(counters) if counters.exists() else None

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from hs_assets.errors import HandshakeError
+from hs_assets.errors import HandshakeError, WireError
 from hs_assets.samples.eagle3 import CapturedSample, load_sample
 from hs_assets.samples.model import Head, load_head, read_model_facts
 from hs_assets.samples.prompts import Prompt
@@ -28,10 +28,9 @@ from hs_assets.samples.rules import (
     shape,
     token_echo,
 )
-from hs_assets.serving.client import ask, wait_for_commit
+from hs_assets.serving.client import ask
 from hs_assets.serving.state import LaunchPlan, ServerState
-from hs_assets.wire.dump import token_sha256
-from hs_assets.wire.records import AnswerRecord, FailureRecord, ReadyRecord
+from hs_assets.wire.records import AnswerRecord, CommitRecord, FailureRecord, ReadyRecord
 from hs_assets.wire.rid import Kind, new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
@@ -39,6 +38,7 @@ _LENGTHS = (17, 96)
 _ABOVE_FUSION = 2100
 """SGLang fuses the all-reduce of up to 2048 tokens with the next norm: one prompt has more, where chunks allow it."""
 _REQUEST_SECONDS = 600.0
+_POLL_SECONDS = 0.005
 _PROBE_TOLERANCE = 1e-2
 """Of the largest state: the probe and SGLang's own capture round the same sum."""
 
@@ -77,11 +77,7 @@ def _prompts(ready: ReadyRecord) -> list[Prompt]:
     lengths = [*_LENGTHS, min(longest, ready.context_length - 2)]
     random = np.random.default_rng(0)
     low, high = ready.vocab_size // 8, ready.vocab_size * 3 // 4
-    made = []
-    for row, length in enumerate(lengths):
-        ids = random.integers(low, high, length).astype("<i4")
-        made.append(Prompt(row, ids, np.ones(length, bool), token_sha256(ids.tobytes())))
-    return made
+    return [Prompt.supervised(row, random.integers(low, high, length)) for row, length in enumerate(lengths)]
 
 
 def _one(prompt: Prompt, plan: LaunchPlan, state: ServerState, spool: Spool, http: httpx.Client) -> CapturedSample:
@@ -111,11 +107,33 @@ def _compare_ranks(states: list[CapturedSample]) -> None:
 
 
 def _load(prompt: Prompt, files: DumpFiles, answer: AnswerRecord, seconds: float) -> CapturedSample:
-    outcome = wait_for_commit(files, seconds)
+    outcome = _wait_for_commit(files, seconds)
     if isinstance(outcome, FailureRecord):
         raise _failed(Violation(outcome.reason, outcome.detail))
     dataclasses.replace(answer, rid=files.rid).write(files.answer)  # one answer, for the dump and its probe
     return load_sample(prompt, files)
+
+
+def _wait_for_commit(files: DumpFiles, seconds: float) -> CommitRecord | FailureRecord:
+    """What the server says of a dump; it may come a little after the HTTP answer.
+
+    Raises:
+        WireError: nothing came in time.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        if files.commit.exists():
+            return CommitRecord.read(files.commit)
+        if files.failure.exists():
+            return FailureRecord.read(files.failure)
+        if time.monotonic() > deadline:
+            raise WireError(
+                "the server answered, but left no dump",
+                where=files.rid,
+                expected=f"a commit record within {seconds:.0f} s",
+                remedy="see the server's log",
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def _compare_probe(sample: CapturedSample, probe: CapturedSample, rank: int) -> None:

@@ -16,13 +16,13 @@ from typing import Any, Self
 
 import httpx
 
-from hs_assets.errors import ServerDiedError, SpoolError, WireError
+from hs_assets.errors import ServerDiedError, SpoolError
 from hs_assets.samples.prompts import Prompt
 from hs_assets.serving.admission import Admission
 from hs_assets.serving.server import require_up
 from hs_assets.serving.state import ServerFolder, ServerState
 from hs_assets.wire.dump import DumpLayout
-from hs_assets.wire.records import AnswerRecord, CommitRecord, FailureRecord
+from hs_assets.wire.records import AnswerRecord, FailureRecord
 from hs_assets.wire.rid import new_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
@@ -99,7 +99,7 @@ class CaptureClient:
         self._ready: queue.Queue[tuple[Prompt, DumpFiles] | None] = queue.Queue(_AHEAD)
         self._replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
         self._open: dict[str, DumpFiles] = {}
-        self._asked: dict[str, None] = {}
+        self._asked: set[str] = set()
         self._threads: list[threading.Thread] = []
         self._give_up = threading.Event()
         self._looked = 0.0
@@ -197,7 +197,7 @@ class CaptureClient:
             self._replies.put(_Reply(prompt, files, result, time.monotonic()))
 
     def _ask(self, prompt: Prompt, files: DumpFiles) -> AnswerRecord | Failed | ServerDiedError:
-        self._asked[files.rid] = None
+        self._asked.add(files.rid)
         try:
             answer = ask(self._http, self._state.url, files.rid, prompt.input_ids.tolist())
         except httpx.HTTPStatusError as error:
@@ -209,7 +209,7 @@ class CaptureClient:
         except httpx.HTTPError as error:
             return self._why_gone(_NOTICE_SECONDS) or Failed(prompt, "connection_lost", repr(error))
         finally:
-            self._asked.pop(files.rid)
+            self._asked.remove(files.rid)
         return answer
 
     def _abort(self) -> None:
@@ -284,25 +284,3 @@ def ask(http: httpx.Client, url: str, rid: str, input_ids: list[int]) -> AnswerR
         cached_tokens=info["cached_tokens"],
         top_logprobs=tuple((float(logprob), int(token)) for logprob, token, _ in top),
     )
-
-
-def wait_for_commit(files: DumpFiles, seconds: float) -> CommitRecord | FailureRecord:
-    """What the server says of a dump; it may come a little after the HTTP answer.
-
-    Raises:
-        WireError: nothing came in time.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        if files.commit.exists():
-            return CommitRecord.read(files.commit)
-        if files.failure.exists():
-            return FailureRecord.read(files.failure)
-        if time.monotonic() > deadline:
-            raise WireError(
-                "the server answered, but left no dump",
-                where=files.rid,
-                expected=f"a commit record within {seconds:.0f} s",
-                remedy="see the server's log",
-            )
-        time.sleep(_POLL_SECONDS)

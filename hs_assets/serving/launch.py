@@ -17,10 +17,11 @@ from hs_assets.samples.model import ModelFacts, read_model_facts
 from hs_assets.serving import engine
 from hs_assets.serving.spec import StateSpec, state_spec
 from hs_assets.serving.state import LaunchPlan, ServerFolder
+from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.layers import LayerSet
 from hs_assets.wire.records import write_atomic
 from hs_assets.wire.source import source_hash
-from hs_assets.wire.spool import DATA, Spool
+from hs_assets.wire.spool import Spool
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Names of dtypes in the configuration → in safetensors."""
@@ -41,6 +42,11 @@ class Target:
     python: Path
     argv: tuple[str, ...]
     env: dict[str, str]
+
+    @property
+    def layout(self) -> DumpLayout:
+        """Of a dump of one token, from which the sizes of all follow."""
+        return DumpLayout(1, self.layer_set.residual_ids, self.facts.hidden_size, DTYPES[self.spec.dtype])
 
 
 def resolve(project: Project) -> Target:
@@ -129,7 +135,8 @@ def spool_budget(project: Project) -> int:
         SpoolError: there is not so much room.
     """
     root = project.settings.server.spool_root
-    free = shutil.disk_usage(root).free + _held(Spool(project.spool_path))
+    held = sum(found.st_blocks * 512 for found in Spool(project.spool_path).data_stats())  # part of the budget, not of the rest
+    free = shutil.disk_usage(root).free + held
     budget = project.settings.server.spool_bytes or free // 2
     if budget > free or budget < _MIN_SPOOL_BYTES:
         raise SpoolError(
@@ -140,11 +147,6 @@ def spool_budget(project: Project) -> int:
             remedy="containers begin with 64 MB: give docker run --shm-size, or set server.spool_bytes or server.spool_root",
         )
     return budget
-
-
-def _held(spool: Spool) -> int:
-    """Bytes that the spool's own dumps take; they are part of its budget."""
-    return sum(path.stat().st_blocks * 512 for path in spool.dumps.glob(f"*{DATA}")) if spool.dumps.is_dir() else 0
 
 
 def expose_plugin(folder: Path) -> Path:

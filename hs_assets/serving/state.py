@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 from hs_assets.errors import WireError
-from hs_assets.wire.records import Record
+from hs_assets.wire.records import CountersRecord, Record
+from hs_assets.wire.spool import Spool
 
 STARTING, UP, STOPPING, STOPPED, FAILED = "starting", "up", "stopping", "stopped", "failed"
 
@@ -200,6 +201,12 @@ def _stat(pid: int) -> tuple[str, float]:
     except (FileNotFoundError, ProcessLookupError) as error:
         raise ProcessLookupError(pid) from error
     return fields[0], float(fields[19])
+
+
+def read_counters(spool: Spool, rank: int) -> CountersRecord | None:
+    """What a rank last said of itself; None where it has not yet."""
+    path = spool.counters(rank)
+    return CountersRecord.read(path) if path.exists() else None
 
 
 def log_tail(path: Path, lines: int = 30) -> str:

@@ -28,7 +28,18 @@ import psutil
 from hs_assets.errors import HandshakeError, ServerError, ServerStartError, WireError
 from hs_assets.serving.canary import run_canary
 from hs_assets.serving.server import kill_tree
-from hs_assets.serving.state import FAILED, STARTING, STOPPED, STOPPING, UP, LaunchPlan, ServerFolder, ServerState, started
+from hs_assets.serving.state import (
+    FAILED,
+    STARTING,
+    STOPPED,
+    STOPPING,
+    UP,
+    LaunchPlan,
+    ServerFolder,
+    ServerState,
+    read_counters,
+    started,
+)
 from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, CountersRecord, ReadyRecord, RefusedRecord
 from hs_assets.wire.source import source_hash
 from hs_assets.wire.spool import Spool
@@ -75,7 +86,7 @@ def _on_term(_number: int, _frame: FrameType | None) -> None:
 def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[bytes], ServerState]:
     name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     spool = _prepare_spool(plan, name)
-    port = _free_port()
+    port = free_port()
     log = folder.logs / f"sglang-{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -141,7 +152,8 @@ def _remove_shared_memory(spool: Spool) -> None:
                     left.unlink(missing_ok=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -164,7 +176,7 @@ def _wait_until_ready(plan: LaunchPlan, state: ServerState, process: subprocess.
         if process.poll() is not None:
             raise ServerStartError("SGLang ended while it started", got=f"exit status {process.returncode}")
         paths = [spool.ready_record(rank) for rank in range(plan.world_size)]
-        if _answers(f"{state.url}/health"):
+        if answers(f"{state.url}/health"):
             absent = [path.name for path in paths if not path.exists()]
             if absent:
                 raise HandshakeError(
@@ -202,7 +214,8 @@ def _check_ready(plan: LaunchPlan, server: str, ready: ReadyRecord) -> None:
             raise HandshakeError(f"rank {ready.rank} is not what was asked for", where=name, expected=value, got=got)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a server says that it is well."""
     try:
         return httpx.get(url, timeout=30, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:
@@ -213,16 +226,7 @@ def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[byte
     """Return when the server has to end or has ended; the state says why."""
     last_used, signs = time.monotonic(), dict[int, tuple[float, float]]()
     while process.poll() is None:
-        for counters in _counters(plan):
-            if signs.get(counters.rank, (0.0, 0.0))[0] != counters.at:
-                signs[counters.rank] = counters.at, time.monotonic()
-            if time.monotonic() - signs[counters.rank][1] > _SILENCE_SECONDS:
-                raise ServerError("capture is broken", where=f"rank {counters.rank}", got="it counts no more")
-            if counters.threads_alive < counters.threads:
-                dead = counters.threads - counters.threads_alive
-                raise ServerError(
-                    "capture is broken", where=f"rank {counters.rank}", got=f"{dead} of {counters.threads} threads ended"
-                )
+        _check_capture(plan, signs)
         if folder.live_leases():
             last_used = time.monotonic()
         elif time.monotonic() - last_used > plan.idle_stop_seconds:
@@ -233,10 +237,27 @@ def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[byte
     return _note(folder, state, FAILED, f"SGLang ended with exit status {process.returncode}")
 
 
+def _check_capture(plan: LaunchPlan, signs: dict[int, tuple[float, float]]) -> None:
+    """Raise ServerError where a rank's threads ended, or it counts no more.
+
+    Arguments:
+        signs: rank → the time in its last counters, and when they were first seen; kept up to date.
+    """
+    for counters in _counters(plan):
+        where, now = f"rank {counters.rank}", time.monotonic()
+        if signs.get(counters.rank, (0.0, 0.0))[0] != counters.at:
+            signs[counters.rank] = counters.at, now
+        if now - signs[counters.rank][1] > _SILENCE_SECONDS:
+            raise ServerError("capture is broken", where=where, got="it counts no more")
+        if counters.threads_alive < counters.threads:
+            dead = counters.threads - counters.threads_alive
+            raise ServerError("capture is broken", where=where, got=f"{dead} of {counters.threads} threads ended")
+
+
 def _counters(plan: LaunchPlan) -> list[CountersRecord]:
     """The last counters of all ranks."""
-    paths = [Spool(Path(plan.spool)).counters(rank) for rank in range(plan.world_size)]
-    return [CountersRecord.read(path) for path in paths if path.exists()]
+    spool = Spool(Path(plan.spool))
+    return [counters for rank in range(plan.world_size) if (counters := read_counters(spool, rank)) is not None]
 
 
 def _end(plan: LaunchPlan, process: subprocess.Popen[bytes]) -> None:

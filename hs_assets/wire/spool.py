@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +138,14 @@ class Spool:
             if suffix is not None:
                 found.setdefault(name.removesuffix(suffix), set()).add(suffix)
         return found
+
+    def data_stats(self) -> Iterator[os.stat_result]:
+        """What the file system says of each data file among the dumps; those removed meanwhile are left out."""
+        with suppress(FileNotFoundError), os.scandir(self.dumps) as entries:
+            for entry in entries:
+                if entry.name.endswith(DATA):
+                    with suppress(FileNotFoundError):
+                        yield entry.stat()
 
     def rids(self) -> list[str]:
         """The request ids that have any file among the dumps."""

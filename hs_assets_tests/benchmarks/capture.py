@@ -48,12 +48,12 @@ from hs_assets.samples.prompts import Prompt, PromptPartition, PromptRow, write_
 from hs_assets.samples.sources import Source
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, ask
 from hs_assets.serving.engine import FLAGS
-from hs_assets.serving.launch import DTYPES, Target, expose_plugin, make_launch_plan, resolve
+from hs_assets.serving.launch import Target, expose_plugin, make_launch_plan, resolve
 from hs_assets.serving.server import kill_tree, lease_server, stop_server
-from hs_assets.serving.state import ServerFolder, ServerState
+from hs_assets.serving.state import ServerFolder, ServerState, read_counters
+from hs_assets.serving.watchdog import answers, free_port
 from hs_assets.store import open_store
-from hs_assets.wire.dump import DumpLayout, token_sha256
-from hs_assets.wire.records import CommitRecord, CountersRecord
+from hs_assets.wire.records import CommitRecord
 from hs_assets.wire.rid import sample_id
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.plugins import make_plugin
@@ -91,8 +91,7 @@ def make_prompts(kind: str, tokens: int, budget: int, vocab_size: int, seed: int
     while total < budget:
         mean, deviation, shortest, longest = LOG_NORMAL
         length = tokens if kind == "equal" else int(np.clip(random.lognormal(mean, deviation), shortest, longest))
-        ids = random.integers(vocab_size // 8, vocab_size * 3 // 4, length).astype("<i4")
-        prompts.append(Prompt(len(prompts), ids, np.ones(length, bool), token_sha256(ids.tobytes())))
+        prompts.append(Prompt.supervised(len(prompts), random.integers(vocab_size // 8, vocab_size * 3 // 4, length)))
         total += length
     return prompts
 
@@ -100,14 +99,14 @@ def make_prompts(kind: str, tokens: int, budget: int, vocab_size: int, seed: int
 @contextmanager
 def plain_server(argv: list[str], env: dict[str, str], log: Path) -> Iterator[tuple[str, psutil.Process]]:
     """A server that is not ours: gives its URL and main process."""
-    port = _free_port()
+    port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*argv, "--port", str(port)], env={**os.environ, **env}, stdout=output, stderr=output, start_new_session=True
         )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
     try:
-        while not _answers(f"{url}/health"):
+        while not answers(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the server did not come up:\n{log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.5)
@@ -146,11 +145,10 @@ def measure_ours(
     look: Callable[[Captured], None] = lambda _: None,
 ) -> Measurement:
     """The same through the pipeline's own client; ends when the last dump was committed, looked at, and freed."""
-    layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, DTYPES[target.spec.dtype])
     settings = ClientSettings(in_flight, 600, 120)
     server = psutil.Process(state.pid)
     before, began, size, failed = cpu_seconds(server), time.monotonic(), 0, []
-    with CaptureClient(ServerFolder(project.home.server), state, layout, settings, say) as client:
+    with CaptureClient(ServerFolder(project.home.server), state, target.layout, settings, say) as client:
         for outcome in client.capture("benchmark", prompts):
             if isinstance(outcome, Captured):
                 size += outcome.files.data.stat().st_size
@@ -163,7 +161,7 @@ def measure_ours(
         say(f"    spool high water {admission.high_water_bytes / 2**30:.2f} GiB, waited {admission.waited_seconds:.2f} s")
     if failed:
         raise SystemExit(f"{len(failed)} of {len(prompts)} requests failed, the first: {failed[0].reason}: {failed[0].detail}")
-    say(f"    {CountersRecord.read(Spool(Path(state.spool)).counters(0))}")
+    say(f"    {read_counters(Spool(Path(state.spool)), 0)}")
     tokens = sum(len(prompt.input_ids) for prompt in prompts)
     return Measurement(variant, in_flight, lengths, len(prompts), tokens, seconds, size, cpu_seconds(server) - before)
 
@@ -399,8 +397,7 @@ def _pipeline(prompts: list[Prompt], project: Project, target: Target, state: Se
     wall = time.monotonic() - began
     busy = {name: round(sum(one[name] for one in seconds), 1) for name in seconds[0]}
     view = open_store(project.store_path).layer_set(target.layer_set.id)
-    layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, DTYPES[target.spec.dtype])
-    size = layout.row_bytes * sum(sample.tokens for _, sample in view.entries)
+    size = target.layout.row_bytes * sum(sample.tokens for _, sample in view.entries)
     say(f"    {len(view)} samples of {len(keys)} partitions in {runs} processes, {size:,} bytes; their seconds: {busy}")
     if len(view) != len(prompts):
         raise SystemExit("samples are missing")
@@ -486,21 +483,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--unproven", default="", help="a model class to capture from though it has not passed parity")
     parser.set_defaults(plugin="")
     return parser.parse_args()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=30, trust_env=False).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from hs_assets.serving.client import CaptureClient, Captured, ClientSettings
 from hs_assets.serving.launch import make_launch_plan, resolve
 from hs_assets.serving.server import lease_server, stop_server
 from hs_assets.serving.state import ServerFolder
-from hs_assets.wire.dump import DumpLayout, token_sha256
 from hs_assets_tests.benchmarks.capture import machine_of, project_of, say
 from hs_assets_tests.plugins import make_plugin
 
@@ -51,16 +50,14 @@ def main() -> None:
         project = project_of(Path(folder), arguments)
         target = resolve(project)
         say(machine_of(str(target.python), target))
-        random, prompts = np.random.default_rng(7), []
-        for row, share in enumerate(SHARES):
-            ids = random.integers(9, target.facts.vocab_size - 9, max(1, int(share * arguments.chunk_tokens))).astype("<i4")
-            prompts.append(Prompt(row, ids, np.ones(len(ids), bool), token_sha256(ids.tobytes())))
-        layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, "F32")
+        random, lengths = np.random.default_rng(7), [max(1, int(share * arguments.chunk_tokens)) for share in SHARES]
+        highest = target.facts.vocab_size - 9
+        prompts = [Prompt.supervised(row, random.integers(9, highest, length)) for row, length in enumerate(lengths)]
         server = ServerFolder(project.home.server)
         try:
             with (
                 lease_server(server, make_launch_plan(project, target), "parity", say) as state,
-                CaptureClient(server, state, layout, ClientSettings(16, 300, 60), say) as client,
+                CaptureClient(server, state, target.layout, ClientSettings(16, 300, 60), say) as client,
             ):
                 outcomes = list(client.capture("parity", prompts))
                 for failed in (o for o in outcomes if o is not None and not isinstance(o, Captured)):

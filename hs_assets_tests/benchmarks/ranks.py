@@ -22,10 +22,9 @@ from hs_assets.config import Project
 from hs_assets.errors import HandshakeError, ServerDiedError, ServerStartError
 from hs_assets.serving import canary
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings
-from hs_assets.serving.launch import DTYPES, Target, make_launch_plan, resolve
+from hs_assets.serving.launch import Target, make_launch_plan, resolve
 from hs_assets.serving.server import lease_server, stop_server
 from hs_assets.serving.state import LaunchPlan, ServerFolder, ServerState
-from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.records import ReadyRecord
 from hs_assets.wire.spool import Spool
 from hs_assets_tests import faulty_capture
@@ -98,10 +97,9 @@ def _caught(
 
 def _kill_one(folder: ServerFolder, state: ServerState, target: Target, pid: int) -> bool:
     """Whether the death of a rank ends the run soon, with an error that says so, and leaves nothing behind."""
-    layout = DumpLayout(1, target.layer_set.residual_ids, target.facts.hidden_size, DTYPES[target.spec.dtype])
     captured, killed = 0, 0.0
     try:
-        with CaptureClient(folder, state, layout, ClientSettings(16, 120, 60), say) as client:
+        with CaptureClient(folder, state, target.layout, ClientSettings(16, 120, 60), say) as client:
             for outcome in client.capture("killed", make_prompts("equal", 512, 512 * 400, target.facts.vocab_size)):
                 if isinstance(outcome, Captured):
                     captured += 1
