@@ -8,6 +8,7 @@
     D   ours, up to the last commit record; the consumer frees each dump as it comes
     V   the same under mixed load, and each row is held against the checksum that was made on the device
     P   the whole pipeline into the zarr store, `--runs` partitions at once, each in its own process
+    Q   the same prompts alone and 32 at a time: quantiles of the cosine of each row's states, which differ in bf16 by the batch
     M   ours, 10,000 short prompts: every id once, the spool empty at the end, the server's memory after a half and at the end
     E   HF transformers, padded batches of 8, output_hidden_states=True, torch.save a sample
 
@@ -221,7 +222,7 @@ def report(lines: list[Measurement], machine: str) -> str:
         base = plain.get((line.in_flight, line.lengths), best)
         ratio = f"{line.rate / base.rate:.3f}" if base else "-"
         beyond = line.server_cpu_seconds - (base.server_cpu_seconds * line.tokens / base.tokens if base else 0)
-        each = f"{beyond / (line.bytes / 1e9):.2f}" if line.bytes and line.variant in "DVMP" else "-"
+        each = f"{beyond / (line.bytes / 1e9):.2f}" if line.bytes and line.variant in "DVQMP" else "-"
         written = f"{line.bytes / 1e9 / line.seconds:.2f}" if line.bytes else "-"
         counts = (line.in_flight, line.lengths, line.requests, f"{line.rate:,.0f}")
         rows.append(_row(line.variant, (*counts, ratio, written, each, f"{line.seconds:.1f}")))
@@ -297,6 +298,8 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
                         yield measure_ours(flight, kind, prompts, project, target, ours)
             if ours and "V" in variants:
                 yield _verified(make_prompts("log-normal", 0, arguments.rows, vocab), project, target, ours)
+            if ours and "Q" in variants:
+                yield _alone_and_together(make_prompts("log-normal", 0, arguments.rows // 4, vocab), project, target, ours)
             if ours and "M" in variants:
                 yield _many(make_prompts("equal", 64, 64 * arguments.many, vocab), project, target, ours)
             if ours and "P" in variants:
@@ -336,7 +339,7 @@ def _servers(
     plain, ours = None, None
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         starting = None
-        if {"D", "V", "M", "P"} & set(variants):
+        if set("DVQMP") & set(variants):
             lease = lease_server(ServerFolder(project.home.server), make_launch_plan(project, target), "benchmark", say)
             starting = pool.submit(stack.enter_context, lease)
         if "A" in variants:
@@ -359,6 +362,30 @@ def _verified(prompts: list[Prompt], project: Project, target: Target, state: Se
 
     line = measure_ours(32, "log-normal", prompts, project, target, state, "V", look)
     say(f"    {rows:,} rows of {len(prompts)} dumps are what their checksums say")
+    return line
+
+
+def _alone_and_together(prompts: list[Prompt], project: Project, target: Target, state: ServerState) -> Measurement:
+    alone: dict[int, np.ndarray] = {}
+    cosines: dict[int, list[np.ndarray]] = {residual_id: [] for residual_id in target.layer_set.residual_ids}
+    equal: list[bool] = []
+
+    def keep(captured: Captured) -> None:
+        alone[captured.prompt.row] = load_sample(captured.prompt, captured.files).states.copy()
+
+    def compare(captured: Captured) -> None:
+        states, other = load_sample(captured.prompt, captured.files).states, alone.pop(captured.prompt.row)
+        equal.extend((states.view("<u2") == other.view("<u2")).all(axis=(1, 2)))
+        for slot, of_all in enumerate(cosines.values()):
+            one, two = states[:, slot].astype(np.float64), other[:, slot].astype(np.float64)
+            of_all.append((one * two).sum(1) / np.sqrt((one * one).sum(1) * (two * two).sum(1)))
+
+    measure_ours(1, "log-normal", prompts, project, target, state, "Q", keep)
+    line = measure_ours(32, "log-normal", prompts, project, target, state, "Q", compare)
+    for residual_id, of_all in cosines.items():
+        quantiles = np.quantile(np.concatenate(of_all), (0, 0.001, 0.01, 0.5))
+        say(f"    residual {residual_id}: least, 0.1 %, 1 % and median cosine {', '.join(f'{q:.7f}' for q in quantiles)}")
+    say(f"    {np.mean(equal):.1%} of {len(equal):,} rows are equal bit for bit")
     return line
 
 
@@ -461,7 +488,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--python", default="", help="SGLang's interpreter; empty for the CPU engine")
-    parser.add_argument("--variants", default="A,defaults,B,C,E,D,V,M,P")
+    parser.add_argument("--variants", default="A,defaults,B,C,E,D,V,Q,M,P")
     parser.add_argument("--in-flight", default="1,8,32")
     parser.add_argument("--lengths", default="equal,log-normal")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the equal prompts")
