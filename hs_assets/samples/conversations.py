@@ -7,6 +7,7 @@ Formats: OpenAI ``messages`` and ShareGPT ``conversations`` (``from``/``value`` 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -33,18 +34,37 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant makes; ``arguments`` by name."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn; ``role`` is system, user or assistant."""
+    """One turn; ``role`` is system, user, assistant or tool.
+
+    ``content`` is empty where an assistant only calls tools. ``reasoning`` is what it thought before it answered.
+    ``name`` and ``tool_call_id`` are those of a tool's answer. A turn that is not ``trained`` is read, never supervised.
+    """
 
     role: str
     content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order; at least one is the assistant's."""
+    """Turns in order, and the JSON schemas of the tools that were offered."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
