@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ def register() -> None:
     """Entry point: inert without `FAULT_ENV`, and where nothing is captured."""
     if FAULT_ENV in os.environ and "HS_ASSETS_CAPTURE" in os.environ:
         _put_into_session(Path(os.environ[FAULT_ENV]))
-        _put_into_writers(Path(os.environ[FAULT_ENV]))
+        from hs_assets.capture import ring
+
+        ring.WRITER = ("-P", __file__)  # this module as the writer process: see its end
 
 
 def _fault(path: Path) -> str:
@@ -116,3 +119,10 @@ def _put_into_writers(path: Path) -> None:
         add(self, files, rid, prefix, chunk)
 
     Assembly.add = patched_add  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from hs_assets.capture import writing
+
+    _put_into_writers(Path(os.environ[FAULT_ENV]))
+    writing.run(sys.argv[1:])

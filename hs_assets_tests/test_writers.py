@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from hs_assets.capture import writers as writers_module
-from hs_assets.capture.assembly import Chunk
 from hs_assets.capture.writers import Failed, Rows, Writers
 from hs_assets.wire.records import CommitRecord, FailureRecord
 from hs_assets.wire.rid import Rid
@@ -37,7 +37,7 @@ def spool(tmp_path):
 
 
 class Chunks:
-    """Makes the jobs of one request, and notes which thread read them and how often their memory was handed back."""
+    """Makes the jobs of one request, and notes which thread wrote them and how often their memory was handed back."""
 
     def __init__(self, files: DumpFiles, rid: Rid, seed: int = 0) -> None:
         self.files, self.rid = files, rid
@@ -46,12 +46,13 @@ class Chunks:
         self.released: list[int] = []
 
     def job(self, begin: int, end: int) -> Rows:
-        def chunk() -> Chunk:
-            self.threads.append(threading.current_thread().name)
-            return make_chunk(self.token_ids[begin:end], self.states[begin:end])
+        chunk = make_chunk(self.token_ids[begin:end], self.states[begin:end])
 
-        size = self.states[begin:end].nbytes
-        return Rows(self.files, self.rid, begin, size, chunk, lambda: self.released.append(begin))
+        def release() -> None:
+            self.threads.append(threading.current_thread().name)
+            self.released.append(begin)
+
+        return Rows(self.files, self.rid, begin, chunk, release)
 
 
 def make_writers(threads: int, spool: Spool) -> Writers:
@@ -79,28 +80,6 @@ def test_many_requests_over_four_threads(spool):
     assert {request.threads[0] for request in requests} == {f"hs-assets-writer-{number}" for number in range(4)}
 
 
-def test_putting_never_waits_for_the_memory(spool):
-    rid = make_rid(TOKENS)
-    request, copied = Chunks(claimed(spool, rid), rid), threading.Event()
-
-    def after_copy():
-        assert copied.wait(20)
-        return make_chunk(request.token_ids, request.states)
-
-    writers = make_writers(1, spool)
-    writers.put(Rows(request.files, rid, 0, request.states.nbytes, after_copy, lambda: request.released.append(0)))
-    assert not answered(request.files)
-    assert request.released == []
-    assert (writers.idle, writers.pending_bytes) == (False, request.states.nbytes)
-    copied.set()
-    wait_until(lambda: writers.idle, "the chunk is written")
-    assert request.released == [0]
-    assert (writers.pending_bytes, writers.pending_high_water_bytes) == (0, request.states.nbytes)
-    assert 0 < writers.cpu_seconds < 5
-    assert (writers.alive, writers.count) == (1, 1)
-    assert_whole(request.files, request.token_ids, request.states, chunks=1)
-
-
 def test_a_failure_keeps_its_place_among_the_rows(spool):
     rid = make_rid(TOKENS)
     request = Chunks(claimed(spool, rid), rid)
@@ -113,19 +92,23 @@ def test_a_failure_keeps_its_place_among_the_rows(spool):
     assert names_in(spool.dumps) == sorted([request.files.claim.name, request.files.failure.name])
 
 
-def test_an_error_fails_its_sample_and_the_thread_lives_on(spool):
-    def broken():
-        raise RuntimeError("the copy went wrong")
-
+def test_an_error_fails_its_sample_and_the_thread_lives_on(spool, monkeypatch):
     rids = [make_rid(TOKENS, row) for row in range(2)]
     bad, good = (Chunks(claimed(spool, rid), rid, rid.row) for rid in rids)
+    write = os.pwrite
+
+    def broken(descriptor: int, data: bytes, offset: int) -> int:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == bad.files.data and len(data) == bad.states[4:].nbytes:
+            raise RuntimeError("the write went wrong")
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", broken)
     writers = make_writers(1, spool)
-    writers.put(bad.job(0, 4))
-    writers.put(Rows(bad.files, bad.rid, 4, 0, broken, lambda: bad.released.append(4)))
-    writers.put(good.job(0, TOKENS))
+    for job in (bad.job(0, 4), bad.job(4, TOKENS), good.job(0, TOKENS)):
+        writers.put(job)
     wait_until(lambda: good.released == [0], "the next sample is written")
     assert FailureRecord.read(bad.files.failure) == FailureRecord(
-        str(bad.rid), "capture_error", "RuntimeError('the copy went wrong')"
+        str(bad.rid), "capture_error", "RuntimeError('the write went wrong')"
     )
     assert bad.released == [0, 4]
     assert not bad.files.data.exists()

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hs_assets.capture.room import Room
+from hs_assets.capture.messages import WritingStats
+from hs_assets.capture.ring import Ring
 from hs_assets.capture.transfer import Transfer
-from hs_assets.capture.writers import Writers
 from hs_assets.wire.records import CountersRecord
 
 _SECONDS = 1.0
 _RATE_OVER = 10
 """Records that a rate looks back."""
-_POLL_SECONDS = 0.02
+_SHORTEST_SECONDS = 0.02
 
 
 class Monitor:
-    """Counts what one rank's capture does, in a thread of its own."""
+    """Counts what one rank's capture does, in a thread of its own: what the writer process says, and what is seen here."""
 
-    def __init__(self, path: Path, server: str, rank: int, writers: Writers, transfer: Transfer, room: Room) -> None:
+    def __init__(self, path: Path, server: str, rank: int, transfer: Transfer, ring: Ring) -> None:
         self._path = path
         self._server = server
         self._rank = rank
-        self._writers = writers
         self._transfer = transfer
-        self._room = room
+        self._ring = ring
         self._scheduler_seconds = 0.0
         self._history: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)], maxlen=_RATE_OVER + 1)
         threading.Thread(target=self._write_all, name="hs-assets-monitor", daemon=True).start()
@@ -43,45 +43,37 @@ class Monitor:
         finally:
             self._scheduler_seconds += time.perf_counter() - began
 
-    def drain(self, seconds: float) -> None:
-        """Return when everything that was captured is written, or after so many seconds."""
-        deadline = time.monotonic() + seconds
-        while not (self._transfer.idle and self._writers.idle) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        with suppress(OSError):
-            self.record().write(self._path)
+    def _write_all(self) -> None:
+        stats = WritingStats()
+        for stats in self._ring.stats():  # the last one is needed below
+            self._write(stats)
+        while True:  # the writer process ended
+            self._write(dataclasses.replace(stats, threads_alive=0))
+            time.sleep(_SECONDS)
 
-    def record(self) -> CountersRecord:
-        """The counters now."""
-        self._room.look()
-        assemblies, writers = self._writers.assemblies, self._writers
-        tokens, size = sum(one.tokens for one in assemblies), sum(one.bytes for one in assemblies)
-        before, tokens_before, size_before = self._history[0]
+    def _write(self, stats: WritingStats) -> None:
+        before, tokens_before, bytes_before = self._history[0]
         now = time.monotonic()
-        self._history.append((now, tokens, size))
-        elapsed = max(now - before, _POLL_SECONDS)
-        return CountersRecord(
+        self._history.append((now, stats.tokens, stats.bytes))
+        elapsed = max(now - before, _SHORTEST_SECONDS)
+        record = CountersRecord(
             server=self._server,
             rank=self._rank,
             at=time.time(),
-            dumps=sum(one.dumps for one in assemblies),
-            failures=dict(sum((Counter(dict(one.failures)) for one in assemblies), Counter())),
-            tokens=tokens,
-            bytes=size,
-            tokens_per_second=(tokens - tokens_before) / elapsed,
-            bytes_per_second=(size - size_before) / elapsed,
-            pending_bytes=writers.pending_bytes + self._transfer.backlog_bytes,
-            pending_high_water_bytes=writers.pending_high_water_bytes,
+            dumps=stats.dumps,
+            failures=stats.failures,
+            tokens=stats.tokens,
+            bytes=stats.bytes,
+            tokens_per_second=(stats.tokens - tokens_before) / elapsed,
+            bytes_per_second=(stats.bytes - bytes_before) / elapsed,
+            pending_bytes=stats.pending_bytes + self._transfer.backlog_bytes,
+            pending_high_water_bytes=stats.pending_high_water_bytes,
             device_high_water_bytes=self._transfer.high_water_bytes,
-            spool_high_water_bytes=self._room.high_water_bytes,
-            writer_seconds=writers.cpu_seconds,
+            spool_high_water_bytes=stats.spool_high_water_bytes,
+            writer_seconds=stats.writer_seconds,
             scheduler_seconds=self._scheduler_seconds,
-            threads=writers.count + 1,
-            threads_alive=writers.alive + self._transfer.alive,
+            threads=self._ring.task.threads + 1,
+            threads_alive=stats.threads_alive + self._transfer.alive,
         )
-
-    def _write_all(self) -> None:
-        while True:
-            with suppress(Exception):  # a full spool, say: the next one may fit
-                self.record().write(self._path)
-            time.sleep(_SECONDS)
+        with suppress(OSError):  # a full spool, say: the next one may fit
+            record.write(self._path)

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -67,7 +68,8 @@ def _on_term(session: Session, number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
     def drain() -> None:
-        session.monitor.drain(_DRAIN_SECONDS)
+        with suppress(Exception):  # whatever goes wrong, it must end
+            session.transfer.drain(_DRAIN_SECONDS)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=drain).start()  # a handler must not wait: it may have interrupted what it would wait for

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hs_assets.capture.assembly import Assembly, DumpFacts
+from hs_assets.capture.assembly import DumpFacts
 from hs_assets.capture.batch import Segment, segments
 from hs_assets.capture.checksums import row_checksums
+from hs_assets.capture.messages import WritingTask
 from hs_assets.capture.monitor import Monitor
 from hs_assets.capture.points import Points, probe_layer_input
-from hs_assets.capture.room import Room
+from hs_assets.capture.ring import Ring
 from hs_assets.capture.transfer import StatesBatch, Transfer
-from hs_assets.capture.writers import Failed, Writers
 from hs_assets.errors import WireError
 from hs_assets.wire.dump import TOKEN_BYTES
 from hs_assets.wire.records import CaptureConfig
-from hs_assets.wire.rid import Kind, Rid, parse_rid
-from hs_assets.wire.spool import DumpFiles, Spool
+from hs_assets.wire.rid import Kind, parse_rid
+from hs_assets.wire.spool import Spool
 
-_BLOCKS, _BLOCKS_FOR_CANARIES = 16, 2
+_BLOCK_BYTES = 128 << 20
+_BLOCKS, _BLOCKS_FOR_CANARIES = 8, 2
 _AUX_ARGUMENT = 4
 """Position of ``aux_hidden_states`` in ``LogitsProcessor.forward`` (0.5.17 and 0.5.23)."""
 
@@ -39,7 +40,7 @@ _AUX_ARGUMENT = 4
 class _Pass:
     """One forward pass: our segments in it, its token ids, and the states seen so far, each [T, H]."""
 
-    segments: list[tuple[Segment, DumpFiles]]
+    segments: list[Segment]
     token_ids: torch.Tensor
     final: torch.Tensor | None = None
     probed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -47,13 +48,13 @@ class _Pass:
 
     def check(self, states: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Raise WireError unless there are all rows of the segments."""
-        rows = max((segment.start + segment.rows for segment, _ in self.segments), default=0)
+        rows = max((segment.start + segment.rows for segment in self.segments), default=0)
         if min(len(states), len(token_ids)) < rows:
             raise WireError("a pass has fewer rows than its requests", expected=rows, got=(len(states), len(token_ids)))
 
     @property
     def has_canary(self) -> bool:
-        return any(segment.rid.kind is Kind.CANARY for segment, _ in self.segments)
+        return any(segment.rid.kind is Kind.CANARY for segment in self.segments)
 
 
 class Session:
@@ -63,17 +64,23 @@ class Session:
         self, config: CaptureConfig, rank: int, points: Points, hidden_size: int, dtype: str, device: torch.device
     ) -> None:
         spool, ids = Spool(Path(config.spool)), config.residual_ids
-        self._spool = spool
         self._rank = rank
         self._aux = ids[:-1]
         self._hidden_size = hidden_size
-        room = Room(spool, config.spool_bytes)
         facts = DumpFacts(config.server, config.state_fingerprint, ids, hidden_size, dtype)
-        self._writers = Writers(config.writer_threads, lambda: Assembly(facts, room))
-        probe_facts = DumpFacts(config.server, config.state_fingerprint, self._aux, hidden_size, dtype)
-        self._probe_writers = Writers(1, lambda: Assembly(probe_facts, room))
-        self._transfer = Transfer(device, config.backlog_bytes, _BLOCKS if rank == 0 else _BLOCKS_FOR_CANARIES)
-        self.monitor = Monitor(spool.counters(rank), config.server, rank, self._writers, self._transfer, room)
+        task = WritingTask(
+            rank=rank,
+            blocks=_BLOCKS if rank == 0 else _BLOCKS_FOR_CANARIES,
+            block_bytes=_BLOCK_BYTES,
+            threads=config.writer_threads,
+            spool=config.spool,
+            spool_bytes=config.spool_bytes,
+            facts=facts,
+            probe_facts=replace(facts, residual_ids=self._aux),
+        )
+        ring = Ring(device, task)
+        self.transfer = Transfer(device, config.backlog_bytes, ring)
+        self.monitor = Monitor(spool.counters(rank), config.server, rank, self.transfer, ring)
         self._pass: _Pass | None = None
         self._dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
         points.norm.register_forward_hook(self._after_final_norm)
@@ -98,7 +105,7 @@ class Session:
         finally:
             current, self._pass = self._pass, None
             if current is not None and not current.submitted:
-                self._writers.fail(current.segments, "not_captured", "the forward pass ended without states")
+                self._fail(current, "not_captured", "the forward pass ended without states")
 
     def _begin(self, forward_batch: Any) -> _Pass | None:
         """Note our requests in a batch; those of samples on rank 0 alone, those of the canary on every rank."""
@@ -107,15 +114,14 @@ class Session:
             return None
         try:
             found = segments(forward_batch.rids, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
-            return _Pass([(one, self._files(one.rid)) for one in found if one.rid in rids], forward_batch.input_ids)
+            ours = [one for one in found if one.rid in rids]
+            return _Pass(ours, forward_batch.input_ids) if ours else None
         except Exception as error:  # the clients learn of it by their samples' failure records
-            for rid in rids:
-                self._writers.put(Failed(self._files(rid), rid, "capture_error", repr(error)))
+            self.transfer.fail(rids, "capture_error", repr(error))
             return None
 
-    def _files(self, rid: Rid) -> DumpFiles:
-        canary = rid.kind is Kind.CANARY
-        return self._spool.canary_dump(self._rank, str(rid)) if canary else self._spool.dump(str(rid))
+    def _fail(self, current: _Pass, reason: str, detail: str) -> None:
+        self.transfer.fail((segment.rid for segment in current.segments), reason, detail)
 
     def _after_final_norm(self, _module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._pass is not None:
@@ -137,21 +143,16 @@ class Session:
                 token_ids = current.token_ids.to(torch.int32, copy=True)
                 states = self._stack(aux, current.final)
                 current.check(states, token_ids)
-                batch = StatesBatch(self._writers, current.segments, token_ids, states, row_checksums(states))
-                self._transfer.submit(batch)
+                self.transfer.submit(StatesBatch(current.segments, token_ids, states, row_checksums(states)))
                 if current.has_canary:
                     self._submit_probes(current, token_ids)
         except Exception as error:  # the clients learn of it by their samples' failure records
-            self._writers.fail(current.segments, "capture_error", repr(error))
+            self._fail(current, "capture_error", repr(error))
 
     def _submit_probes(self, current: _Pass, token_ids: torch.Tensor) -> None:
         probed = torch.stack([current.probed[i] for i in self._aux], dim=1)
-        canaries = [
-            (segment, DumpFiles(files.folder, f"{files.rid}.probe"))
-            for segment, files in current.segments
-            if segment.rid.kind is Kind.CANARY
-        ]
-        self._transfer.submit(StatesBatch(self._probe_writers, canaries, token_ids, probed, row_checksums(probed)))
+        canaries = [segment for segment in current.segments if segment.rid.kind is Kind.CANARY]
+        self.transfer.submit(StatesBatch(canaries, token_ids, probed, row_checksums(probed), probe=True))
 
     def _stack(self, aux: Any, final: torch.Tensor | None) -> torch.Tensor:
         """All states of a pass, [T, K+1, H], from the model's auxiliary ones (packed [T, K*H], or a list of [T, H])."""

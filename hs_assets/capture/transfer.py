@@ -1,69 +1,57 @@
-"""From the device to host memory, beside the forward pass.
+"""From the device to the memory that is shared with the writer process, beside the forward pass.
 
-On CUDA one thread copies on a stream of its own into a ring of pinned blocks; the forward stream is never waited for
-and never made to wait. Elsewhere the tensors are in host memory already and go to the writers as they are.
+One thread does it. On CUDA it copies on a stream of its own: the forward stream is never waited for by the scheduler's
+thread, and never made to wait.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from hs_assets.capture.assembly import Chunk
 from hs_assets.capture.batch import Segment
-from hs_assets.capture.writers import Rows, Writers
-from hs_assets.wire.spool import DumpFiles
-
-_BLOCK_BYTES = 64 << 20
+from hs_assets.capture.messages import BlockLayout, Filled, Lost, Part
+from hs_assets.capture.ring import Ring
 
 
 @dataclass(frozen=True, slots=True)
 class StatesBatch:
     """The states of one forward pass.
 
-    ``segments`` and where each one's dump lies; ``token_ids`` int32 [T]; ``states`` [T, K+1, H], contiguous; their
-    ``checksums`` int32 [T], made on the forward stream: later than that nothing may change a row unseen. ``writers`` are
-    those that shall write them.
+    ``segments`` of ours in it; ``token_ids`` int32 [T]; ``states`` [T, K+1, H], contiguous; their ``checksums`` int32 [T],
+    made on the forward stream: later than that nothing may change a row unseen. ``probe``: what the canary's independent
+    hooks saw, [T, K, H].
     """
 
-    writers: Writers
-    segments: list[tuple[Segment, DumpFiles]]
+    segments: list[Segment]
     token_ids: torch.Tensor
     states: torch.Tensor
     checksums: torch.Tensor
+    probe: bool = False
 
 
 class Transfer:
-    """Takes batches from the scheduler's thread and hands their rows to the writers.
+    """Takes batches from the scheduler's thread and copies their rows into the ring.
 
     Arguments:
         backlog_bytes: device memory that states waiting for their copy may hold; beyond it samples fail, not the server.
-        blocks: of pinned memory, 64 MiB each, that are filled and written in turn.
     """
 
-    def __init__(self, device: torch.device, backlog_bytes: int, blocks: int) -> None:
+    def __init__(self, device: torch.device, backlog_bytes: int, ring: Ring) -> None:
         self._device = device
         self._limit = backlog_bytes
+        self._ring = ring
         self._backlog = 0
         self._lock = threading.Lock()
         self.high_water_bytes = 0
-        self._thread: threading.Thread | None = None
-        if device.type == "cuda":
-            self._jobs: queue.SimpleQueue[tuple[StatesBatch, torch.cuda.Event]] = queue.SimpleQueue()
-            self._blocks: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-            for _ in range(blocks):
-                self._blocks.put(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
-            self._thread = threading.Thread(target=self._copy_all, name="hs-assets-transfer", daemon=True)
-            self._thread.start()
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything that was submitted is with the writers."""
-        return self._backlog == 0
+        self._jobs: queue.SimpleQueue[tuple[StatesBatch, torch.cuda.Event | None] | list[Lost] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hs-assets-transfer", daemon=True)
+        self._thread.start()
 
     @property
     def backlog_bytes(self) -> int:
@@ -72,92 +60,93 @@ class Transfer:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that copies runs; always on the CPU, which needs none."""
-        return self._thread is None or self._thread.is_alive()
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     def submit(self, batch: StatesBatch) -> None:
         """Hand over one forward pass; called on the scheduler's thread, never blocks."""
-        if self._device.type == "cuda":
-            self._enqueue(batch)
-            return
-        for segment, files in batch.segments:
-            end = segment.start + segment.rows
-            ids, sums, states = (part[segment.start : end] for part in (batch.token_ids, batch.checksums, batch.states))
-            chunk = partial(Chunk, _bytes(ids), _bytes(sums), _bytes(states))
-            batch.writers.put(Rows(files, segment.rid, segment.prefix, states.nbytes, chunk, _keep))
-
-    def _enqueue(self, batch: StatesBatch) -> None:
         size = batch.states.nbytes
         with self._lock:
             fits = self._backlog + size <= self._limit
             self._backlog += size if fits else 0
             self.high_water_bytes = max(self.high_water_bytes, self._backlog)
-        if fits:
+        if not fits:
+            detail = f"{size} bytes of states would make more than {self._limit} wait on the device"
+            self.fail((segment.rid for segment in batch.segments), "capture_backlog", detail)
+            return
+        ready = None
+        if self._device.type == "cuda":
             ready = torch.cuda.Event(blocking=True)
             ready.record()
-            self._jobs.put((batch, ready))
-            return
-        detail = f"{size} bytes of states would make more than {self._limit} wait on the device"
-        batch.writers.fail(batch.segments, "capture_backlog", detail)
+        self._jobs.put((batch, ready))
 
-    def _copy_all(self) -> None:
-        torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream()
-        while True:
-            batch, ready = self._jobs.get()
+    def fail(self, rids: Iterable[object], reason: str, detail: str) -> None:
+        """Have failure records written for all requests of a batch; never blocks."""
+        self._jobs.put([Lost(str(rid), reason, detail) for rid in rids])
+
+    def drain(self, seconds: float) -> None:
+        """Return when everything that was submitted is written, or after so many seconds; takes no more."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        self._ring.close(seconds)
+
+    def _run(self) -> None:
+        """Runs until `drain`, or until the writer process is gone: then the monitor says that the thread ended."""
+        on_stream: AbstractContextManager[object] = nullcontext()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            on_stream = torch.cuda.stream(torch.cuda.Stream())
+        with on_stream:
+            while (job := self._jobs.get()) is not None:
+                if isinstance(job, list):
+                    for lost in job:
+                        self._ring.send(lost)
+                    continue
+                batch, ready = job
+                try:
+                    if ready is not None:
+                        ready.synchronize()
+                    self._copy(batch)
+                except ConnectionError:
+                    raise
+                except Exception as error:  # the clients learn of it by their samples' failure records
+                    self.fail((segment.rid for segment in batch.segments), "capture_error", repr(error))
+                size = batch.states.nbytes
+                del batch, job
+                with self._lock:
+                    self._backlog -= size
+
+    def _copy(self, batch: StatesBatch) -> None:
+        """Copy a batch block by block, from the first row of ours through the last."""
+        layout = BlockLayout(self._ring.task.block_bytes, batch.states[0].nbytes)
+        first, end = batch.segments[0].start, max(segment.start + segment.rows for segment in batch.segments)
+        for start in range(first, end, layout.rows):
+            stop = min(start + layout.rows, end)
+            number = self._ring.take()
             try:
-                ready.synchronize()
-                with torch.cuda.stream(stream):
-                    _copy(batch, self._blocks)
-            except Exception as error:  # the clients learn of it by their samples' failure records
-                batch.writers.fail(batch.segments, "capture_error", repr(error))
-            stream.synchronize()  # the batch's device memory is let go of only now
-            size = batch.states.nbytes
-            del batch
-            with self._lock:
-                self._backlog -= size
-
-
-def _copy(batch: StatesBatch, blocks: queue.SimpleQueue[torch.Tensor]) -> None:
-    """Copy a batch's rows block by block, and hand each block to the writers.
-
-    Never more than two blocks are on their way: SGLang's own small copies to the host share the engine with them.
-    """
-    before: torch.cuda.Event | None = None
-    token_ids, checksums = batch.token_ids.cpu(), batch.checksums.cpu()
-    row_bytes = batch.states[0].nbytes
-    rows_per_block = _BLOCK_BYTES // row_bytes
-    for segment, files in batch.segments:
-        for first in range(0, segment.rows, rows_per_block):
-            start = segment.start + first
-            end = min(start + rows_per_block, segment.start + segment.rows)
-            block = blocks.get()
-            pinned, copied = block[: (end - start) * row_bytes], torch.cuda.Event(blocking=True)
-            try:
-                pinned.copy_(batch.states[start:end].view(torch.uint8).flatten(), non_blocking=True)
-                copied.record()
-                if before is not None:
-                    before.synchronize()
+                block, rows = self._ring.block(number), (0, stop - start)
+                for where, tensor in (
+                    (layout.states(*rows), batch.states),
+                    (layout.token_ids(*rows), batch.token_ids),
+                    (layout.checksums(*rows), batch.checksums),
+                ):
+                    block[where].copy_(tensor[start:stop].view(torch.uint8).flatten(), non_blocking=True)
+                if self._device.type == "cuda":
+                    copied = torch.cuda.Event(blocking=True)
+                    copied.record()
+                    copied.synchronize()
             except Exception:  # whatever it is, the ring keeps all its blocks
-                blocks.put(block)
+                self._ring.put_back(number)
                 raise
-            before = copied
-            chunk = partial(_once_copied, copied, token_ids[start:end], checksums[start:end], pinned, first == 0)
-            batch.writers.put(Rows(files, segment.rid, segment.prefix + first, pinned.nbytes, chunk, partial(blocks.put, block)))
+            self._ring.send(Filled(number, batch.probe, _parts(batch.segments, start, stop)))
 
 
-def _once_copied(
-    copied: torch.cuda.Event, token_ids: torch.Tensor, checksums: torch.Tensor, pinned: torch.Tensor, begins: bool
-) -> Chunk:
-    """A chunk once its copy is done; called on a writer thread."""
-    copied.synchronize()
-    return Chunk(_bytes(token_ids), _bytes(checksums), _bytes(pinned), begins)
-
-
-def _keep() -> None:
-    """Nothing to hand back: the tensors go with their last reference."""
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, without a copy; they keep the tensor alive."""
-    return memoryview(tensor.view(torch.uint8).flatten().numpy())
+def _parts(segments: list[Segment], start: int, stop: int) -> tuple[Part, ...]:
+    """What lies in a block that holds the rows start .. stop of a batch."""
+    found = []
+    for segment in segments:
+        begin, end = max(start, segment.start), min(stop, segment.start + segment.rows)
+        if begin < end:
+            prefix = segment.prefix + begin - segment.start
+            found.append(Part(str(segment.rid), prefix, begin - start, end - begin, begin == segment.start))
+    return tuple(found)

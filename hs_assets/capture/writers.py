@@ -1,16 +1,15 @@
-"""Threads that write dumps, so that the scheduler's thread never does. A request always goes to the same thread."""
+"""Threads that write dumps. A request always goes to the same thread."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from hs_assets.capture.assembly import Assembly, Chunk, failure_reason
-from hs_assets.capture.batch import Segment
 from hs_assets.wire.rid import Rid
 from hs_assets.wire.spool import DumpFiles
 
@@ -19,18 +18,17 @@ _SWEEP_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A chunk of one request, for `Assembly.add`.
-
-    ``chunk`` gives it once it may be read; on CUDA that waits for the copy. ``release`` hands the memory back. ``size`` is
-    that of its states, in bytes.
-    """
+    """A chunk of one request, for `Assembly.add`; ``release`` hands its memory back."""
 
     files: DumpFiles
     rid: Rid
     prefix: int
-    size: int
-    chunk: Callable[[], Chunk]
+    chunk: Chunk
     release: Callable[[], None]
+
+    @property
+    def size(self) -> int:
+        return len(self.chunk.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Writers:
     def __init__(self, threads: int, assemblies: Callable[[], Assembly]) -> None:
         self._queues: list[queue.SimpleQueue[Rows | Failed]] = [queue.SimpleQueue() for _ in range(threads)]
         self._assemblies = [assemblies() for _ in range(threads)]
-        self._seconds = [0.0] * threads
         self._lock = threading.Lock()
         self._pending_jobs = 0
         self._pending_bytes = 0
@@ -85,19 +82,9 @@ class Writers:
         return self._pending_bytes
 
     @property
-    def cpu_seconds(self) -> float:
-        """CPU time of all threads."""
-        return sum(self._seconds)
-
-    @property
     def alive(self) -> int:
         """How many threads run."""
         return sum(thread.is_alive() for thread in self._threads)
-
-    @property
-    def count(self) -> int:
-        """How many threads there are to be."""
-        return len(self._threads)
 
     def put(self, job: Rows | Failed) -> None:
         """Hand over a chunk or a failure; never blocks."""
@@ -106,11 +93,6 @@ class Writers:
             self._pending_bytes += job.size
             self.pending_high_water_bytes = max(self.pending_high_water_bytes, self._pending_bytes)
         self._queues[job.rid.row % len(self._queues)].put(job)  # rows come in order: neighbours go to different threads
-
-    def fail(self, segments: Iterable[tuple[Segment, DumpFiles]], reason: str, detail: str) -> None:
-        """Hand over the failure of all requests of a batch; their clients learn of it by its record."""
-        for segment, files in segments:
-            self.put(Failed(files, segment.rid, reason, detail))
 
     def _write(self, number: int) -> None:
         jobs, assembly, swept = self._queues[number], self._assemblies[number], time.monotonic()
@@ -129,12 +111,11 @@ class Writers:
             with self._lock:
                 self._pending_jobs -= 1
                 self._pending_bytes -= job.size
-            self._seconds[number] = time.thread_time()
 
 
 def _add(assembly: Assembly, job: Rows) -> None:
     try:
-        assembly.add(job.files, job.rid, job.prefix, job.chunk())
+        assembly.add(job.files, job.rid, job.prefix, job.chunk)
     except Exception as error:  # the client learns of it by this sample's failure record; the thread lives on
         _fail(assembly, Failed(job.files, job.rid, failure_reason(error), repr(error)))
     finally:

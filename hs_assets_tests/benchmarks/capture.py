@@ -148,17 +148,19 @@ def measure_ours(
     """The same through the pipeline's own client; ends when the last dump was committed, looked at, and freed."""
     settings = ClientSettings(in_flight, 600, 120)
     server = psutil.Process(state.pid)
-    before, began, size, failed = cpu_seconds(server), time.monotonic(), 0, []
+    before, began, size, failed, answered = cpu_seconds(server), time.monotonic(), 0, [], 0.0
     with CaptureClient(ServerFolder(project.home.server), state, target.layout, settings, say) as client:
         for outcome in client.capture("benchmark", prompts):
             if isinstance(outcome, Captured):
                 size += outcome.files.data.stat().st_size
+                answered = max(answered, outcome.files.answer.stat().st_mtime)
                 look(outcome)
                 outcome.files.free()
             elif outcome is not None:
                 failed.append(outcome)
         seconds = time.monotonic() - began
         admission = client.admission
+        say(f"    the last dump was there {time.time() - answered:.2f} s after the last answer")
         say(f"    spool high water {admission.high_water_bytes / 2**30:.2f} GiB, waited {admission.waited_seconds:.2f} s")
     if failed:
         raise SystemExit(f"{len(failed)} of {len(prompts)} requests failed, the first: {failed[0].reason}: {failed[0].detail}")
