@@ -78,8 +78,9 @@ class ServerSettings(_Section):
     args: tuple[str, ...] = ()
     """More arguments of `sglang.launch_server`."""
     env: dict[str, str] = {}
-    writer_threads: int = Field(default=4, ge=1, le=64)
-    backlog_bytes: int = Field(default=4 << 30, gt=0)
+    writers: int = Field(default=4, ge=1, le=64)
+    """Processes that write dumps; a request goes to one of them."""
+    backlog_bytes: int = Field(default=6 << 30, gt=0)
     """Dumps that are asked for and not yet written never hold more, in device memory too: leave it to them, beside SGLang's."""
     max_in_flight: int = Field(default=32, ge=1)
     """Requests that one run keeps in flight."""

@@ -71,7 +71,7 @@ def faulty(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("faulty")
     path = make_plugin(folder / "plugin", Path(faulty_capture.__file__))
     env = f'env = {{ PYTHONPATH = "{path}", {faulty_capture.FAULT_ENV} = "{folder / "fault"}" }}'
-    sizes = f"chunk_tokens = 1024\nspool_bytes = {64 * MIB}\nwriter_threads = 2"
+    sizes = f"chunk_tokens = 1024\nspool_bytes = {64 * MIB}\nwriters = 2"
     server = f'tensor_parallel = 2\ndtype = "float32"\nidle_stop_seconds = 600\n{sizes}\n{env}'
     with temporary_home(folder / "home") as home:
         project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=f"layers = {list(AUX)}", server=server)
@@ -133,7 +133,7 @@ def test_one_rank_writes_and_both_are_counted(faulty: Faulty) -> None:
         after = [CountersRecord.read(faulty.spool.counters(rank)) for rank in range(2)]
         for outcome in outcomes:
             outcome.files.free()
-    assert [record.threads_alive for record in after] == [3, 3]
+    assert [record.workers_alive for record in after] == [3, 2]
     assert (after[0].dumps - before[0].dumps, after[0].tokens - before[0].tokens) == (20, 20 * TOKENS)
     assert after[0].bytes - before[0].bytes == 20 * client_bytes(faulty)
     assert after[0].pending_bytes == 0
@@ -241,7 +241,7 @@ def test_a_writer_that_ends_ends_the_server(faulty: Faulty) -> None:
                     outcome.files.free()
                 outcomes.append(outcome)
 
-    with pytest.raises(ServerDiedError, match=r"capture is broken(.|\n)*1 of 3 threads ended"):
+    with pytest.raises(ServerDiedError, match=r"capture is broken(.|\n)*1 of its 3 workers ended"):
         take_all()
     assert time.monotonic() - began < 30, "it took the whole deadline to notice"
     assert [outcome for outcome in outcomes if isinstance(outcome, Failed)] == []

@@ -42,7 +42,7 @@ def test_identities_differ_where_servers_are_not_interchangeable(home: Path, che
         identity(),
         identity(top="layers = [3]"),
         identity(server="chunk_tokens = 64"),
-        identity(server="writer_threads = 1"),
+        identity(server="writers = 1"),
         identity(server='args = ["--log-level", "info"]'),
         identity(server='env = { X = "1" }'),
     ]

@@ -38,7 +38,7 @@ def test_what_changes_no_number_changes_no_fingerprint(
         spec(moved).fingerprint,
         spec(prompts="max_tokens = 99").fingerprint,
         spec(server='args = ["--mem-fraction-static", "0.5", "--log-level", "info"]').fingerprint,
-        spec(server="writer_threads = 1\nmax_in_flight = 2").fingerprint,
+        spec(server="writers = 1\nmax_in_flight = 2").fingerprint,
         spec(rules="logprob_tolerance = 0.1").fingerprint,
     }
     assert len(same) == 1

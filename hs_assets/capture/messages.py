@@ -1,4 +1,4 @@
-"""What a scheduler and its writer process tell each other, a line of JSON each, and how rows lie in the memory they share."""
+"""What a scheduler and its writer processes tell each other, a line of JSON each, and how rows lie in the memory they share."""
 
 from __future__ import annotations
 
@@ -69,27 +69,24 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class WritingStats:
-    """What the writer process says of itself every second; the names are those of `CountersRecord`."""
+    """What a writer process says of itself every second; the names are those of `CountersRecord`."""
 
     dumps: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     bytes: int = 0
-    pending_bytes: int = 0
-    pending_high_water_bytes: int = 0
     spool_high_water_bytes: int = 0
     writer_seconds: float = 0.0
-    threads_alive: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WritingTask:
-    """What the writer process of a rank shall do."""
+    """What the writer processes of a rank shall do."""
 
     rank: int
+    writers: int
     blocks: int
     block_bytes: int
-    threads: int
     spool: str
     spool_bytes: int
     facts: DumpFacts

@@ -1,8 +1,7 @@
-"""A rank's counters, written to the spool every second: what people watch, and by what the watchdog knows a dead thread."""
+"""A rank's counters, written to the spool every second: what people watch, and by what the watchdog knows a dead writer."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hs_assets.capture.messages import WritingStats
 from hs_assets.capture.ring import Ring
 from hs_assets.capture.transfer import Transfer
 from hs_assets.wire.records import CountersRecord
@@ -22,7 +20,7 @@ _SHORTEST_SECONDS = 0.02
 
 
 class Monitor:
-    """Counts what one rank's capture does, in a thread of its own: what the writer process says, and what is seen here."""
+    """Counts what one rank's capture does, in a thread of its own: what the writers say, and what is seen here."""
 
     def __init__(self, path: Path, server: str, rank: int, transfer: Transfer, ring: Ring) -> None:
         self._path = path
@@ -44,19 +42,18 @@ class Monitor:
             self._scheduler_seconds += time.perf_counter() - began
 
     def _write_all(self) -> None:
-        stats = WritingStats()
-        for stats in self._ring.stats():  # the last one is needed below
-            self._write(stats)
-        while True:  # the writer process ended
-            self._write(dataclasses.replace(stats, threads_alive=0))
+        while True:
+            with suppress(Exception):  # a full spool, say: the next one may fit
+                self._record().write(self._path)
             time.sleep(_SECONDS)
 
-    def _write(self, stats: WritingStats) -> None:
+    def _record(self) -> CountersRecord:
+        stats = self._ring.stats()
         before, tokens_before, bytes_before = self._history[0]
         now = time.monotonic()
         self._history.append((now, stats.tokens, stats.bytes))
         elapsed = max(now - before, _SHORTEST_SECONDS)
-        record = CountersRecord(
+        return CountersRecord(
             server=self._server,
             rank=self._rank,
             at=time.time(),
@@ -66,14 +63,12 @@ class Monitor:
             bytes=stats.bytes,
             tokens_per_second=(stats.tokens - tokens_before) / elapsed,
             bytes_per_second=(stats.bytes - bytes_before) / elapsed,
-            pending_bytes=stats.pending_bytes + self._transfer.backlog_bytes,
-            pending_high_water_bytes=stats.pending_high_water_bytes,
+            pending_bytes=self._transfer.backlog_bytes + self._ring.pending_bytes,
+            pending_high_water_bytes=self._ring.pending_high_water_bytes,
             device_high_water_bytes=self._transfer.high_water_bytes,
             spool_high_water_bytes=stats.spool_high_water_bytes,
             writer_seconds=stats.writer_seconds,
             scheduler_seconds=self._scheduler_seconds,
-            threads=self._ring.task.threads + 1,
-            threads_alive=stats.threads_alive + self._transfer.alive,
+            workers=self._ring.task.writers + 1,
+            workers_alive=self._ring.alive + self._transfer.alive,
         )
-        with suppress(OSError):  # a full spool, say: the next one may fit
-            record.write(self._path)

@@ -70,9 +70,9 @@ class Session:
         facts = DumpFacts(config.server, config.state_fingerprint, ids, hidden_size, dtype)
         task = WritingTask(
             rank=rank,
+            writers=config.writers if rank == 0 else 1,
             blocks=_BLOCKS if rank == 0 else _BLOCKS_FOR_CANARIES,
             block_bytes=_BLOCK_BYTES,
-            threads=config.writer_threads,
             spool=config.spool,
             spool_bytes=config.spool_bytes,
             facts=facts,

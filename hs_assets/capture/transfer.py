@@ -1,4 +1,4 @@
-"""From the device to the memory that is shared with the writer process, beside the forward pass.
+"""From the device to the memory that is shared with the writer processes, beside the forward pass.
 
 One thread does it. On CUDA it copies on a stream of its own: the forward stream is never waited for by the scheduler's
 thread, and never made to wait.
@@ -91,7 +91,7 @@ class Transfer:
         self._ring.close(seconds)
 
     def _run(self) -> None:
-        """Runs until `drain`, or until the writer process is gone: then the monitor says that the thread ended."""
+        """Runs until `drain`, or until a writer process is gone: then the monitor says that the thread ended."""
         on_stream: AbstractContextManager[object] = nullcontext()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -100,7 +100,7 @@ class Transfer:
             while (job := self._jobs.get()) is not None:
                 if isinstance(job, list):
                     for lost in job:
-                        self._ring.send(lost)
+                        self._ring.tell(lost)
                     continue
                 batch, ready = job
                 try:
@@ -138,7 +138,8 @@ class Transfer:
             except Exception:  # whatever it is, the ring keeps all its blocks
                 self._ring.put_back(number)
                 raise
-            self._ring.send(Filled(number, batch.probe, _parts(batch.segments, start, stop)))
+            filled = Filled(number, batch.probe, _parts(batch.segments, start, stop))
+            self._ring.send(filled, (stop - start) * layout.row_bytes)
 
 
 def _parts(segments: list[Segment], start: int, stop: int) -> tuple[Part, ...]:

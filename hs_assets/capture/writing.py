@@ -1,4 +1,4 @@
-"""The writer process of a scheduler: reads blocks of shared memory, and writes dumps into the spool.
+"""A writer process: reads blocks of the memory that it shares with a scheduler, and writes dumps into the spool.
 
 It ends when the scheduler closes its line or dies, after everything that it was sent is written.
 """
@@ -6,75 +6,58 @@ It ends when the scheduler closes its line or dies, after everything that it was
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
-from hs_assets.capture.assembly import Assembly, Chunk
-from hs_assets.capture.messages import BlockLayout, Filled, WritingStats, WritingTask, decode, encode
+from hs_assets.capture.assembly import Assembly, Chunk, failure_reason
+from hs_assets.capture.messages import BlockLayout, Filled, Lost, Part, WritingStats, WritingTask, decode, encode
 from hs_assets.capture.room import Room
-from hs_assets.capture.writers import Failed, Rows, Writers
 from hs_assets.errors import WireError
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.rid import Kind, Rid, parse_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
 _STATS_SECONDS = 1.0
-_POLL_SECONDS = 0.01
 
 
 class Writing:
-    """Hands what the scheduler says to the writers, and each block back when they have written all of it."""
+    """Writes what the scheduler says, and hands each block back."""
 
-    def __init__(self, task: WritingTask, memory: memoryview, lines: socket.socket) -> None:
-        self._rank = task.rank
+    def __init__(self, task: WritingTask, memory: memoryview) -> None:
+        self._task = task
         self._spool = Spool(Path(task.spool))
         self._memory = memory
-        self._block_bytes = task.block_bytes
-        self._lines = lines
-        self._unwritten = [0] * task.blocks
-        self._lock = threading.Lock()
-        self.room = Room(self._spool, task.spool_bytes)
-        self.writers = Writers(task.threads, lambda: Assembly(task.facts, self.room))
-        self._probe_writers = Writers(1, lambda: Assembly(task.probe_facts, self.room))
+        self._room = Room(self._spool, task.spool_bytes)
+        self._assembly, self._probe_assembly = (Assembly(facts, self._room) for facts in (task.facts, task.probe_facts))
         one = (DumpLayout(1, f.residual_ids, f.hidden_size, f.dtype) for f in (task.facts, task.probe_facts))
         self._layout, self._probe_layout = (BlockLayout(task.block_bytes, row.row_bytes) for row in one)
 
-    @property
-    def idle(self) -> bool:
-        """Whether everything is written."""
-        return self.writers.idle and self._probe_writers.idle
+    def do(self, message: Filled | Lost, hand_back: Callable[[int], None]) -> None:
+        """Write the rows in a block, or tell a failure. Errors are those of single samples: their clients learn of them."""
+        if isinstance(message, Lost):
+            rid, files = self._find(message.rid)
+            _fail(self._assembly, files, rid, message.reason, message.detail)
+            return
+        for part in message.parts:
+            self._write(part, message)
+        hand_back(message.block)
 
-    def serve(self, lines: Iterable[bytes]) -> None:
-        """Take one line after another until there are no more."""
-        for line in lines:
-            message = decode(line)
-            if isinstance(message, Filled):
-                self._hand_over(message)
-            else:
-                rid, files = self._find(message.rid)
-                self.writers.put(Failed(files, rid, message.reason, message.detail))
-
-    def _hand_over(self, filled: Filled) -> None:
-        writers, layout = (self._probe_writers, self._probe_layout) if filled.probe else (self.writers, self._layout)
-        begin = filled.block * self._block_bytes
-        block = self._memory[begin : begin + self._block_bytes]
-        self._unwritten[filled.block] = len(filled.parts)
-        release = partial(self._release, filled.block)
-        for part in filled.parts:
-            rid, files = self._find(part.rid, probe=filled.probe)
-            rows = part.start, part.start + part.rows
-            chunk = Chunk(
-                block[layout.token_ids(*rows)], block[layout.checksums(*rows)], block[layout.states(*rows)], part.begins
-            )
-            writers.put(Rows(files, rid, part.prefix, chunk, release))
+    def _write(self, part: Part, filled: Filled) -> None:
+        assembly, layout = (self._probe_assembly, self._probe_layout) if filled.probe else (self._assembly, self._layout)
+        begin = filled.block * self._task.block_bytes
+        block, rows = self._memory[begin : begin + self._task.block_bytes], (part.start, part.start + part.rows)
+        ids, sums, states = (block[where(*rows)] for where in (layout.token_ids, layout.checksums, layout.states))
+        rid, files = self._find(part.rid, probe=filled.probe)
+        try:
+            assembly.add(files, rid, part.prefix, Chunk(ids, sums, states, part.begins))
+        except Exception as error:  # whatever it is, it is this sample's failure
+            _fail(assembly, files, rid, failure_reason(error), repr(error))
 
     def _find(self, text: str, *, probe: bool = False) -> tuple[Rid, DumpFiles]:
         rid = parse_rid(text)
@@ -82,54 +65,68 @@ class Writing:
             raise WireError("a request id is not one of ours", got=text)
         if rid.kind is not Kind.CANARY:
             return rid, self._spool.dump(text)
-        return rid, self._spool.canary_dump(self._rank, f"{text}.probe" if probe else text)
-
-    def _release(self, block: int) -> None:
-        with self._lock:
-            self._unwritten[block] -= 1
-            done = self._unwritten[block] == 0
-        if done:
-            with suppress(OSError):  # the scheduler is gone; the next dump still counts
-                self._lines.sendall(bytes([block]))
+        return rid, self._spool.canary_dump(self._task.rank, f"{text}.probe" if probe else text)
 
     def stats(self) -> WritingStats:
-        """The numbers now."""
-        self.room.look()
-        assemblies = self.writers.assemblies
+        """The numbers now; closes the dumps whose clients gave up."""
+        self._assembly.sweep()
         return WritingStats(
-            dumps=sum(one.dumps for one in assemblies),
-            failures=dict(sum((Counter(dict(one.failures)) for one in assemblies), Counter())),
-            tokens=sum(one.tokens for one in assemblies),
-            bytes=sum(one.bytes for one in assemblies),
-            pending_bytes=self.writers.pending_bytes,
-            pending_high_water_bytes=self.writers.pending_high_water_bytes,
-            spool_high_water_bytes=self.room.high_water_bytes,
+            dumps=self._assembly.dumps,
+            failures=dict(self._assembly.failures),
+            tokens=self._assembly.tokens,
+            bytes=self._assembly.bytes,
+            spool_high_water_bytes=self._room.high_water_bytes(),
             writer_seconds=time.process_time(),
-            threads_alive=self.writers.alive,
         )
 
 
+def _fail(assembly: Assembly, files: DumpFiles, rid: Rid, reason: str, detail: str) -> None:
+    with suppress(OSError):  # no room even for a record: the client's own deadline fails the sample
+        assembly.fail(files, rid, reason, detail)
+
+
 def main(memory: int, line: int, stats: int, task: WritingTask) -> None:
-    """Run as the writer process, with the descriptors of the shared memory and of both lines."""
+    """Run as a writer process, with the descriptors of the shared memory and of both lines."""
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to the whole group; the scheduler says when to end
         signal.signal(number, signal.SIG_IGN)
     mapped = mmap.mmap(memory, task.blocks * task.block_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    os.close(memory)
+    writing, told = Writing(task, memoryview(mapped)), 0.0
     with socket.socket(fileno=line) as messages, socket.socket(fileno=stats) as counters:
-        writing = Writing(task, memoryview(mapped), messages)
-        threading.Thread(target=_report, args=(writing, counters), name="hs-assets-stats", daemon=True).start()
-        with messages.makefile("rb") as lines:
-            writing.serve(lines)
-        while not writing.idle:
-            time.sleep(_POLL_SECONDS)
-        with suppress(OSError):
-            counters.sendall(encode(writing.stats()))
+
+        def hand_back(block: int) -> None:
+            with suppress(OSError):  # the scheduler is gone; the next dump still counts
+                messages.sendall(bytes([block]))
+
+        def tell() -> None:
+            with suppress(OSError):
+                counters.sendall(encode(writing.stats()))
+
+        for message in _messages(messages):
+            if message is not None:
+                writing.do(message, hand_back)
+            if time.monotonic() - told > _STATS_SECONDS:
+                tell()
+                told = time.monotonic()
+        tell()
 
 
-def _report(writing: Writing, stats: socket.socket) -> None:
-    with suppress(OSError):  # the scheduler is gone
-        while True:
-            stats.sendall(encode(writing.stats()))
-            time.sleep(_STATS_SECONDS)
+def _messages(line: socket.socket) -> Iterator[Filled | Lost | None]:
+    """What the scheduler says until it closes its end; None where it says nothing for a while."""
+    line.settimeout(_STATS_SECONDS)
+    unread = b""
+    while True:
+        try:
+            data = line.recv(1 << 16)
+        except TimeoutError:
+            yield None
+            continue
+        except ConnectionError:  # it died with something unread
+            return
+        if not data:
+            return
+        *lines, unread = (unread + data).split(b"\n")
+        yield from map(decode, lines)
 
 
 def run(words: list[str]) -> None:

@@ -102,7 +102,7 @@ def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
     Spool(project.spool_path).make()
     plugin = expose_plugin(ServerFolder(project.home.server).plugin)
     env = {**target.env, "PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, [target.env.get("PYTHONPATH")])])}
-    capture = (target.layer_set.id, source_hash(), server.writer_threads, server.backlog_bytes)
+    capture = (target.layer_set.id, source_hash(), server.writers, server.backlog_bytes)
     identity = json.dumps([target.argv, sorted(env.items()), target.spec.fingerprint, capture])
     return LaunchPlan(
         identity=hashlib.sha256(identity.encode()).hexdigest()[:16],
@@ -120,7 +120,7 @@ def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
         hidden_size=target.facts.hidden_size,
         num_layers=target.facts.num_layers,
         world_size=server.tensor_parallel,
-        writer_threads=server.writer_threads,
+        writers=server.writers,
         logprob_tolerance=project.settings.rules.logprob_tolerance,
         start_timeout_seconds=server.start_timeout_seconds,
         commit_timeout_seconds=server.commit_timeout_seconds,

@@ -50,7 +50,7 @@ class LaunchPlan(Record):
     hidden_size: int
     num_layers: int
     world_size: int
-    writer_threads: int
+    writers: int
     logprob_tolerance: float
     start_timeout_seconds: float
     commit_timeout_seconds: float

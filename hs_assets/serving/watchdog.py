@@ -135,7 +135,7 @@ def _prepare_spool(plan: LaunchPlan, server: str) -> Spool:
         server=server,
         residual_ids=plan.residual_ids,
         state_fingerprint=plan.state_fingerprint,
-        writer_threads=plan.writer_threads,
+        writers=plan.writers,
         spool_bytes=plan.spool_bytes,
         backlog_bytes=plan.backlog_bytes,
     ).write(spool.config)
@@ -238,7 +238,7 @@ def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[byte
 
 
 def _check_capture(plan: LaunchPlan, signs: dict[int, tuple[float, float]]) -> None:
-    """Raise ServerError where a rank's threads ended, or it counts no more.
+    """Raise ServerError where a part of a rank's capture ended, or it counts no more.
 
     Arguments:
         signs: rank → the time in its last counters, and when they were first seen; kept up to date.
@@ -249,9 +249,9 @@ def _check_capture(plan: LaunchPlan, signs: dict[int, tuple[float, float]]) -> N
             signs[counters.rank] = counters.at, now
         if now - signs[counters.rank][1] > _SILENCE_SECONDS:
             raise ServerError("capture is broken", where=where, got="it counts no more")
-        if counters.threads_alive < counters.threads:
-            dead = counters.threads - counters.threads_alive
-            raise ServerError("capture is broken", where=where, got=f"{dead} of {counters.threads} threads ended")
+        if counters.workers_alive < counters.workers:
+            dead = counters.workers - counters.workers_alive
+            raise ServerError("capture is broken", where=where, got=f"{dead} of its {counters.workers} workers ended")
 
 
 def _counters(plan: LaunchPlan) -> list[CountersRecord]:

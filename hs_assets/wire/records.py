@@ -95,7 +95,7 @@ class CaptureConfig(Record):
     """The auxiliary ids, ascending, then the final one."""
     state_fingerprint: str
     """Of the state spec, copied into every commit record."""
-    writer_threads: int
+    writers: int
     spool_bytes: int
     """Most bytes that the dumps of samples may take together."""
     backlog_bytes: int
@@ -161,7 +161,7 @@ class CountersRecord(Record):
     """Committed in the last seconds."""
     bytes_per_second: float
     pending_bytes: int
-    """Captured and not yet written; counts twice what is being copied from the device."""
+    """Captured and not yet written; a batch in the middle of its copy counts twice."""
     pending_high_water_bytes: int
     """Most that waited for the writers at once."""
     device_high_water_bytes: int
@@ -171,8 +171,9 @@ class CountersRecord(Record):
     writer_seconds: float
     scheduler_seconds: float
     """Spent in hooks, on the thread that runs the model."""
-    threads: int
-    threads_alive: int
+    workers: int
+    """The thread that copies from the device, and the writer processes."""
+    workers_alive: int
 
 
 @dataclass(frozen=True, slots=True)

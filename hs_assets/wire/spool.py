@@ -5,6 +5,7 @@
     <spool>/ready/rank-<r>.json               each rank's `ReadyRecord`, or
     <spool>/ready/refused-<r>.json            its `RefusedRecord`
     <spool>/ready/counters-<r>.json           each rank's `CountersRecord`, every second
+    <spool>/ready/room                        what the writer processes count of the spool's bytes
     <spool>/dumps/<rid>.safetensors           a dump; whole once its commit record is there
     <spool>/dumps/<rid>.commit.json           the server's `CommitRecord`, or
     <spool>/dumps/<rid>.failure.json          its `FailureRecord`
@@ -96,6 +97,10 @@ class Spool:
     @property
     def rendezvous(self) -> Path:
         return self.ready / "rendezvous"
+
+    @property
+    def room(self) -> Path:
+        return self.ready / "room"
 
     def ready_record(self, rank: int) -> Path:
         return self.ready / f"rank-{rank}.json"

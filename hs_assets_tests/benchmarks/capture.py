@@ -478,7 +478,7 @@ def project_of(root: Path, arguments: argparse.Namespace) -> Project:
         f'[model]\npath = "{arguments.model.absolute()}"',
         f'[[prompts.sources]]\npath = "{source}"',
         f'[server]\npython = "{arguments.python}"\ntensor_parallel = {arguments.tensor_parallel}\ndtype = "{arguments.dtype}"',
-        f"chunk_tokens = {arguments.chunk_tokens}\nwriter_threads = {arguments.writer_threads}\nargs = [{machine_args}]",
+        f"chunk_tokens = {arguments.chunk_tokens}\nwriters = {arguments.writers}\nargs = [{machine_args}]",
         env + budget,
         f'[store]\npath = "{arguments.store}"' if arguments.store else "",
     ]
@@ -504,7 +504,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--writer-threads", type=int, default=4)
+    parser.add_argument("--writers", type=int, default=4)
     parser.add_argument("--spool-gib", type=float, default=0)
     parser.add_argument("--machine-args", default="", help="more arguments of launch_server, for all variants")
     parser.add_argument("--json", type=Path)

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--machine-args", default="")
-    parser.set_defaults(dtype="float32", writer_threads=4, spool_gib=0, store="", unproven="")
+    parser.set_defaults(dtype="float32", writers=4, spool_gib=0, store="", unproven="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         native = Path(__file__).with_name("native_operators.py")

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--unproven", default="")
     parser.add_argument("--fault", default="plain_hook", help="partial_sums on the CPU, which fuses no all-reduce")
     parser.add_argument("--machine-args", default="")
-    parser.set_defaults(writer_threads=4, spool_gib=0, store="")
+    parser.set_defaults(writers=4, spool_gib=0, store="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         fault = Path(folder) / "fault"
