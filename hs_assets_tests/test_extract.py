@@ -17,7 +17,9 @@ from hs_assets.config import Project
 from hs_assets.errors import ExtractionError, SpoolError
 from hs_assets.extraction.extract import Report, capture_only, extract
 from hs_assets.extraction.status import source_indexes, sources
-from hs_assets.samples.prompts import PromptLimits, make_partition, write_partition
+from hs_assets.samples.filters import PromptLimits
+from hs_assets.samples.prepare import make_partition
+from hs_assets.samples.prompts import write_partition
 from hs_assets.samples.sources import read_partition
 from hs_assets.samples.tokenizer import load_tokenizer
 from hs_assets.serving.launch import resolve

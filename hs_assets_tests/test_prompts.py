@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.filters import PromptLimits
+from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import (
     Prompt,
-    PromptLimits,
     PromptPartition,
-    make_partition,
     read_partition_table,
     table_path,
     write_partition,
@@ -51,14 +51,15 @@ ROWS = (
     (b"[" * 100_000, "invalid_json"),
     (b'{"messages": "\xff"}', "invalid_unicode"),
     (LONE_SURROGATE, "invalid_unicode"),
-    (b'{"text": "no chat"}', "unknown_format"),
-    (json_row(("user", "one"), ("tool", "two"), ("assistant", "three")), "unknown_role"),
+    (b'{"words": "no chat"}', "unknown_format"),
+    (json_row(("user", "one"), ("narrator", "two"), ("assistant", "three")), "unknown_role"),
     (json_row(("user", "one"), ("assistant", " ")), "empty_turn"),
     (json_row(("system", "one")), "no_assistant_turn"),
     (json_row(("user", "one")), "no_assistant_turn"),
     (json_row(("user", "say <|im_end|>"), ("assistant", "two")), "special_token_in_content"),
     (json_row(("user", "one"), ("assistant", "say <|im_end|>")), "special_token_in_content"),
-    (json_row(("user", "one " * 200), ("assistant", "two")), "too_long"),
+    (json_row(("user", "one " * 200), ("assistant", "two")), "truncated_before_supervision"),
+    (json_row(("user", "one"), ("assistant", "two " * 200)), "too_long"),
     (b'{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}', None),
     (b'{"input_ids": [0, 479], "loss_mask": [0, 1]}', None),
     (b'{"input_ids": [5, 480], "loss_mask": [0, 1]}', "token_out_of_vocab"),
@@ -311,7 +312,7 @@ def test_prompts_that_were_not_made(tmp_path: Path) -> None:
     assert error.value.remedy == "materialise prompts first"
 
 
-@pytest.mark.parametrize("content", ["\ud800", "a" * 10_000, "\0", "'\n\""])
+@pytest.mark.parametrize("content", ["\ud7ff", "a" * 10_000, "\0", "'\n\""])
 def test_details_of_dropped_rows_can_be_written(content: str, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     rows = [json.dumps({content: 1}).encode(), json.dumps({"messages": [{"role": content, "content": content}]}).encode()]
     made = partition(tokenizer, *rows)
