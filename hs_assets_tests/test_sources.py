@@ -126,7 +126,7 @@ def test_conversations_read_the_same_however_the_file_was_written(
     ]
     one = source(mark + end.join(rows) + (end if last else b""))
     assert raws(folder, one) == rows
-    assert all(isinstance(parse_row(row), Conversation) for row in raws(folder, one))
+    assert all(isinstance(parse_row(row).content, Conversation) for row in raws(folder, one))
 
 
 def test_a_row_with_nul_is_dropped_and_its_neighbours_are_kept(folder: Path, source: Callable[..., Source]) -> None:

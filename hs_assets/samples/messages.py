@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hs_assets.samples.conversations import Dropped, Message, ToolCall
-from hs_assets.samples.tools import read_calls
+from hs_assets.samples.tools import CALL_PARTS, read_calls
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(CALL_PARTS, "assistant"),
 }
 """Role as it is written, in small letters → role of a `Message`."""
 
-_CALLS_TOOLS = ("function_call", "tool_call")
-"""Roles whose text is a call."""
 _ROLE, _CONTENT = ("role", "from"), ("content", "value")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
@@ -42,7 +40,6 @@ _UNREAD = (
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking")
-_CALL_PARTS = ("tool_call", "function_call")
 _MEDIA_PARTS = ("image", "audio", "video", "file")
 
 
@@ -105,7 +102,7 @@ def _body(turn: Mapping[str, Any], spelled: str, where: str) -> _Body | Dropped:
         return Dropped("unknown_format", f"{where} has both content and value, which differ")
     content = contents[0] if contents else ""
     body: _Body | Dropped
-    if spelled in _CALLS_TOOLS:
+    if spelled in CALL_PARTS:
         calls = read_calls(content, where)
         return calls if isinstance(calls, Dropped) else _Body(calls=list(calls))
     if isinstance(content, list):
@@ -145,7 +142,7 @@ def _join(parts: list[Any], where: str) -> _Body | Dropped:
         kind, value = ("text", part) if isinstance(part, str) else _part(part)
         if kind.startswith(_MEDIA_PARTS) or kind.removeprefix("input_").startswith(_MEDIA_PARTS):
             return Dropped("multimodal", f"{where} has a part of type {kind!r}; only text can be read")
-        order = next((n for n, kinds in enumerate((_REASONING_PARTS, _TEXT_PARTS, _CALL_PARTS)) if kind in kinds), None)
+        order = next((n for n, kinds in enumerate((_REASONING_PARTS, _TEXT_PARTS, CALL_PARTS)) if kind in kinds), None)
         if order is None:
             return Dropped("unknown_part", f"{where} has a part of type {kind[:40]!r}")
         if order < stage:
@@ -170,4 +167,4 @@ def _part(part: Any) -> tuple[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(kind := part.get("type", "text"), str):
         return "", None
     keys = ("value", "text", kind)
-    return kind, next((part[key] for key in keys if part.get(key) is not None), part if kind in _CALL_PARTS else None)
+    return kind, next((part[key] for key in keys if part.get(key) is not None), part if kind in CALL_PARTS else None)

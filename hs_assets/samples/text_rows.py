@@ -69,8 +69,8 @@ def _lines(file: BinaryIO) -> Iterator[Place]:
         size, end = len(piece), piece[-2:]
         while not end.endswith(b"\n") and (piece := file.readline(_PIECE)):
             size, end = size + len(piece), (end + piece)[-2:]
-        ending = end if end == b"\r\n" else b"\n" if end.endswith(b"\n") else b""
-        row = offset + mark, size - mark - len(ending)
+        ending = len(end) - len(end.removesuffix(b"\n").removesuffix(b"\r"))
+        row = offset + mark, size - mark - ending
         yield *row, sha256_of(file, *row), False
         offset += size
         file.seek(offset)

@@ -12,6 +12,9 @@ from typing import Any
 from hs_assets.samples.conversations import Dropped, ToolCall
 from hs_assets.samples.row_json import load_nested
 
+CALL_PARTS = ("tool_call", "function_call")
+"""Roles and types of parts whose text is a call."""
+
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...] | Dropped:
     """The schemas of a ``tools`` column, a list or a JSON string of one: ``{"type": "function", "function": {...}}`` each.
@@ -51,8 +54,10 @@ def _call(call: Any) -> ToolCall | str:
     """A call, or what is wrong with it."""
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function", call), Mapping):
         return "a call is no JSON object"
-    if call.get("type") not in {"function", None} and function is not call:
+    if call.get("type") not in ("function", *CALL_PARTS, None):
         return f"a call of type {call['type']!r}, not of a function"
+    if function.keys().isdisjoint(("arguments", "parameters")) and function.keys() - {"name", "id", "type"}:
+        return f"a call without arguments, but with {', '.join(sorted(function))}"
     name, arguments, number = function.get("name"), function.get("arguments", function.get("parameters")), call.get("id")
     if not isinstance(name, str) or not isinstance(number, str | int | None):
         return "a call without a name, or with an id that is neither text nor a number"
