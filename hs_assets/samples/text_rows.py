@@ -34,7 +34,7 @@ def is_values(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(_PIECE).removeprefix(_BOM).lstrip(_SPACE)
     if start.startswith(b"["):
-        return True
+        return b"\0" not in start[:4]  # as in UTF-16, which has no rows to tell apart
     line, _, rest = start.partition(b"\n")
     if not rest.strip():
         return False
