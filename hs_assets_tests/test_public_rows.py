@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}, the publi
 CHATS = sorted(path for path in DATA.glob("conversations/**/*") if path.is_file())
 ENCODINGS = sorted(DATA.glob("encodings/*.json"))
 LIMITS = PromptLimits(max_tokens=10**7, vocab_size=1 << 20)
-ABOUT_MASKS = {"special_token_in_content", "mask_unsure", "template_error"}
+ABOUT_MASKS = {"special_token_in_content", "mask_unsure", "template_error", "not_rendered"}
 """Reasons of the masks, whose own tests say when they are right."""
 
 

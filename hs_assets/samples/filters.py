@@ -56,8 +56,8 @@ def check_turns(conversation: Conversation, role_order: RoleOrder) -> Dropped | 
 
 def fit(made: Tokenized, limits: PromptLimits) -> tuple[np.ndarray, np.ndarray] | Dropped:
     """Ids int32 [L] and mask bool [L] of a row that keeps to the limits, cut to them where that is chosen."""
-    outside = next((i for i in made.input_ids if not 0 <= i < limits.vocab_size), None)
-    if outside is not None:
+    if made.input_ids and not (min(made.input_ids) >= 0 and max(made.input_ids) < limits.vocab_size):
+        outside = next(i for i in made.input_ids if not 0 <= i < limits.vocab_size)
         return Dropped("token_out_of_vocab", f"id {outside} with a vocabulary of {limits.vocab_size}")
     ids, mask = np.asarray(made.input_ids, dtype="<i4"), np.asarray(made.loss_mask, dtype=bool)
     if not mask.any():

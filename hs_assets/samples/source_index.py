@@ -19,6 +19,7 @@ from hs_assets.wire.records import write_atomic
 
 INDEX_VERSION = 2
 _ROW_GROUP = 8192
+_NUMBER_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +97,38 @@ def read_hashes(folder: Path, source: str) -> Iterator[tuple[int, str, str | Non
 
 
 class FirstRows:
-    """sha256 of each row that repeats no other → where it stands."""
+    """sha256 of each row that repeats no other → where it stands; some 200 bytes of memory a row."""
 
     def __init__(self, folder: Path, sources: Sequence[str]) -> None:
         self._names: list[str] = []
-        self._places: dict[bytes, tuple[int, int]] = {}
+        self._places: dict[bytes, int] = {}
+        """A place is the source's number and the row's, in one number."""
         for source in sources:
-            self._names.append(source)
+            self.begin(source)
             for number, sha, repeats in read_hashes(folder, source):
                 if repeats is None:
-                    self._places[bytes.fromhex(sha)] = (len(self._names) - 1, number)
-
-    def name(self, sha256: str) -> str | None:
-        """The row ``<source>:<number>`` that is known by a hash."""
-        place = self._places.get(bytes.fromhex(sha256))
-        return None if place is None else f"{self._names[place[0]]}:{place[1]}"
+                    self._places[bytes.fromhex(sha)] = self._place(number)
 
     def begin(self, source: str) -> None:
         """From here on rows are those of `source`."""
         self._names.append(source)
 
+    def name(self, sha256: str) -> str | None:
+        """The row ``<source>:<number>`` that is known by a hash."""
+        place = self._places.get(bytes.fromhex(sha256))
+        return None if place is None else self._named(place)
+
     def repeated(self, sha256: str, number: int) -> str | None:
         """The row that row `number` repeats; it is the first of its hash where there is none."""
-        mine = (len(self._names) - 1, number)
+        mine = self._place(number)
         place = self._places.setdefault(bytes.fromhex(sha256), mine)
-        return None if place == mine else f"{self._names[place[0]]}:{place[1]}"
+        return None if place == mine else self._named(place)
+
+    def _place(self, number: int) -> int:
+        return (len(self._names) - 1) << _NUMBER_BITS | number
+
+    def _named(self, place: int) -> str:
+        return f"{self._names[place >> _NUMBER_BITS]}:{place & ((1 << _NUMBER_BITS) - 1)}"
 
 
 @contextmanager
