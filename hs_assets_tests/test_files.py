@@ -270,6 +270,14 @@ def test_a_damaged_table(name: str, body: bytes, tmp_path: Path) -> None:
     assert str(tmp_path / name) in str(error.value.where)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.zip"])
+def test_a_packed_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(PromptError, match="packed") as error:
+        read_all(tmp_path, tmp_path / name)
+    assert "unpack" in (error.value.remedy or "")
+
+
 # Folders
 
 

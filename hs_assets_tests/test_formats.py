@@ -77,6 +77,7 @@ def shared(turns: list[tuple[str, str]]) -> dict[str, Any]:
         ("turns", {"turns": ["one", "two"]}, Conversation((Message("user", "one"), Message("user", "two")))),
         ("prompt", {"prompt": "17 × 23?"}, ASKED),
         ("prompt", {"prompt": [QUESTION]}, ASKED),
+        ("prompt", {"prompt": [QUESTION], "answer": "391"}, ASKED),
         ("question_answer", {"question": "17 × 23?", "answer": "391."}, EXPECTED),
         ("question_answer", {"query": "17 × 23?", "response": "391."}, EXPECTED),
         ("question_answer", {"prompt": "17 × 23?", "completion": "391."}, EXPECTED),
@@ -284,7 +285,7 @@ def test_a_user_who_is_to_be_trained_on() -> None:
 # Tools
 
 
-@pytest.mark.parametrize("tools", [[TOOL], [SCHEMA], json.dumps([TOOL]), json.dumps([SCHEMA]), json.dumps(SCHEMA)])
+@pytest.mark.parametrize("tools", [[TOOL], [SCHEMA], json.dumps([TOOL]), json.dumps(SCHEMA), [json.dumps(TOOL)]])
 def test_tools(tools: Any) -> None:
     assert read({"messages": [QUESTION, ANSWER], "tools": tools}) == Conversation(EXPECTED.messages, (TOOL,))
 

@@ -15,6 +15,7 @@ from hs_assets.samples.table_rows import table_rows
 from hs_assets.samples.text_rows import Place, is_values, places, sha256_of
 
 _LINES, _TABLES, _VALUES = (".jsonl", ".ndjson"), (".parquet", ".arrow"), ".json"
+_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
 _METADATA = ("dataset_info.json", "dataset_infos.json")
 _REMEDY = "check prompts.sources"
 
@@ -43,6 +44,10 @@ def data_files(path: Path) -> tuple[DataFile, ...]:
         found = []
         for file in files:
             stat = file.stat()
+            if file.suffix in _PACKED:
+                raise PromptError(
+                    "a source cannot be read: it is packed", where=file, remedy="unpack it, and name what comes out"
+                )
             if not file.is_file():
                 raise PromptError("a source cannot be read", where=file, expected="a file or a folder", remedy=_REMEDY)
             found.append(DataFile(str(file), stat.st_size, stat.st_mtime_ns))

@@ -73,7 +73,11 @@ def parse_row(raw: bytes | Dropped, row_format: str = "") -> ParsedRow:
     if harmful := sorted({*unread} & {*_SEEN_BY_MODELS, *(() if turns else _SEEN_BESIDE_TEXTS)}):
         detail = f"{', '.join(harmful)} beside the {known}, which is not read and changes what the model sees"
         return ParsedRow(Dropped("unread_column", detail), known, unread)
-    return ParsedRow(read(row), known, unread)
+    try:
+        content = read(row)
+    except RecursionError:
+        content = Dropped("invalid_json", "nested too deep to be written again")
+    return ParsedRow(content, known, unread)
 
 
 def _detect(row: Row) -> str | Dropped:
@@ -89,8 +93,8 @@ def _detect(row: Row) -> str | Dropped:
         return "turns"
     if "instruction" in there:
         return "alpaca"
-    if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
-        return "prompt_completion"
+    if isinstance(row.get("prompt"), list):  # an answer beside it is no turn: the solution, as for reinforcement learning
+        return "prompt_completion" if isinstance(row.get("completion"), list) else "prompt"
     if questions and answers:
         return "question_answer"
     for name in ("prompt", "text"):

@@ -17,7 +17,7 @@ CALL_PARTS = ("tool_call", "function_call")
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...] | Dropped:
-    """The schemas of a ``tools`` column, a list or a JSON string of one: ``{"type": "function", "function": {...}}`` each.
+    """The schemas of a ``tools`` column, a list or a JSON string of one or of each: ``{"type": "function", "function": {...}}`` each.
 
     A schema that comes bare (``name``, ``parameters``) is put into that shape, which chat templates expect.
     """
@@ -26,6 +26,8 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...] | Dropped:
         schemas = [schemas]
     if schemas is None or schemas == "":
         return ()
+    if isinstance(schemas, list):
+        schemas = [load_nested(schema) if isinstance(schema, str) else schema for schema in schemas]
     if not isinstance(schemas, list) or not all(isinstance(schema, Mapping) for schema in schemas):
         return Dropped("unreadable_tools", "tools is neither a list of objects nor a JSON string of one")
     whole = tuple(
