@@ -17,9 +17,10 @@ CALL_PARTS = ("tool_call", "function_call")
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...] | Dropped:
-    """The schemas of a ``tools`` column, a list or a JSON string of one or of each: ``{"type": "function", "function": {...}}`` each.
+    """The schemas of a ``tools`` column, ``{"type": "function", "function": {...}}`` each.
 
-    A schema that comes bare (``name``, ``parameters``) is put into that shape, which chat templates expect.
+    The column is a list, or a JSON string of the whole or of each. A schema that comes bare (``name``, ``parameters``) is
+    put into that shape, which chat templates expect.
     """
     schemas = load_nested(value) if isinstance(value, str) else value
     if isinstance(schemas, Mapping):
