@@ -28,19 +28,9 @@ DEMO_MODEL = "demo"
 
 _DIGITS_OF_A_PARTITION = 12
 Share = Annotated[float, Field(ge=0, le=1)]
-RowFormat = Literal[
-    "",
-    "messages",
-    "conversations",
-    "nemo",
-    "prompt_completion",
-    "turns",
-    "prompt",
-    "question_answer",
-    "alpaca",
-    "text",
-    "input_ids",
-]
+_TurnFormat = Literal["messages", "conversations", "nemo", "prompt_completion", "turns", "prompt"]
+_TextFormat = Literal["question_answer", "alpaca", "text", "input_ids"]
+RowFormat = Literal["", _TurnFormat, _TextFormat]
 
 
 class _Section(BaseModel):
