@@ -56,10 +56,12 @@ def check_turns(conversation: Conversation, role_order: RoleOrder) -> Dropped | 
 
 def fit(made: Tokenized, limits: PromptLimits) -> tuple[np.ndarray, np.ndarray] | Dropped:
     """Ids int32 [L] and mask bool [L] of a row that keeps to the limits, cut to them where that is chosen."""
-    if made.input_ids and not (min(made.input_ids) >= 0 and max(made.input_ids) < limits.vocab_size):
-        outside = next(i for i in made.input_ids if not 0 <= i < limits.vocab_size)
-        return Dropped("token_out_of_vocab", f"id {outside} with a vocabulary of {limits.vocab_size}")
-    ids, mask = np.asarray(made.input_ids, dtype="<i4"), np.asarray(made.loss_mask, dtype=bool)
+    try:
+        ids, mask = np.asarray(made.input_ids, dtype=np.int64), np.asarray(made.loss_mask, dtype=bool)
+    except OverflowError:
+        return _outside(made, limits)
+    if ((ids < 0) | (ids >= limits.vocab_size)).any():
+        return _outside(made, limits)
     if not mask.any():
         return Dropped("no_supervised_tokens", f"none of {len(ids)} tokens is supervised")
     if len(ids) > limits.max_tokens:
@@ -70,7 +72,12 @@ def fit(made: Tokenized, limits: PromptLimits) -> tuple[np.ndarray, np.ndarray] 
     supervised = int(mask.sum())
     if supervised < limits.min_supervised_tokens:
         return Dropped("too_few_supervised_tokens", f"{supervised} of {len(ids)}, at least {limits.min_supervised_tokens}")
-    return ids, mask
+    return ids.astype("<i4"), mask
+
+
+def _outside(made: Tokenized, limits: PromptLimits) -> Dropped:
+    first = next(i for i in made.input_ids if not 0 <= i < limits.vocab_size)
+    return Dropped("token_out_of_vocab", f"id {first} with a vocabulary of {limits.vocab_size}")
 
 
 def _cut(mask: np.ndarray, limits: PromptLimits) -> int | Dropped:

@@ -23,24 +23,12 @@ _ROLE, _CONTENT = ("role", "from"), ("content", "value")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
 _WEIGHTS = ("loss_weight", "weight", "loss", "train")
-_UNREAD = (
-    "images",
-    "image",
-    "videos",
-    "video",
-    "audios",
-    "audio",
-    "documents",
-    "reasoning_details",
-    "refusal",
-    "prefix",
-    "partial",
-)
+_MEDIA = ("image", "audio", "video", "file")
+_UNREAD = frozenset([*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "documents", "reasoning_details", "refusal", "prefix", "partial"])
 """What would change the text that the model sees, or what is trained on, if it were read."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking")
-_MEDIA_PARTS = ("image", "audio", "video", "file")
 
 
 @dataclass(slots=True)
@@ -54,13 +42,13 @@ class _Body:
 
 def read_turn(turn: Any, where: str) -> Message | Dropped:
     """The message of a turn; `where` is named in reasons."""
-    if not isinstance(turn, Mapping):
+    if not isinstance(turn, dict):
         return Dropped("unknown_format", f"{where} is no object")
     spelled = _one(turn, _ROLE)
     role = ROLES.get(spelled.lower()) if isinstance(spelled, str) else None
     if role is None:
         return Dropped("unknown_role", f"{where}: {spelled!r}")
-    if unread := sorted(key for key in _UNREAD if turn.get(key)):
+    if unread := sorted(key for key in _UNREAD.intersection(turn) if turn[key]):
         return Dropped("unread_column", f"{where} has {', '.join(unread)}, which is not read and changes what the model sees")
     trained = _trained(turn, role, where)
     if isinstance(trained, Dropped):
@@ -86,6 +74,8 @@ def _one(turn: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 def _trained(turn: Mapping[str, Any], role: str, where: str) -> bool | Dropped:
     """Whether the turn's weight is 1 (trained) or 0; others cannot be kept by a mask of two values."""
+    if turn.keys().isdisjoint(_WEIGHTS):
+        return True
     weights = {turn[key] for key in _WEIGHTS if isinstance(turn.get(key), bool | int | float)}
     odd = [key for key in _WEIGHTS if not isinstance(turn.get(key), bool | int | float | None)]
     if odd or len(weights) > 1 or not weights <= {0, 1}:
@@ -118,6 +108,8 @@ def _body(turn: Mapping[str, Any], spelled: str, where: str) -> _Body | Dropped:
 
 def _beside(turn: Mapping[str, Any], body: _Body, where: str) -> _Body | Dropped:
     """The same with the reasoning and the calls that have fields of their own."""
+    if turn.keys().isdisjoint((*_REASONING, *_CALLS)):
+        return body
     for key in _REASONING:
         value = turn.get(key)
         if not isinstance(value, str | None):
@@ -140,7 +132,7 @@ def _join(parts: list[Any], where: str) -> _Body | Dropped:
     body, stage = _Body(), 0
     for part in parts:
         kind, value = ("text", part) if isinstance(part, str) else _part(part)
-        if kind.startswith(_MEDIA_PARTS) or kind.removeprefix("input_").startswith(_MEDIA_PARTS):
+        if kind.startswith(_MEDIA) or kind.removeprefix("input_").startswith(_MEDIA):
             return Dropped("multimodal", f"{where} has a part of type {kind!r}; only text can be read")
         order = next((n for n, kinds in enumerate((_REASONING_PARTS, _TEXT_PARTS, CALL_PARTS)) if kind in kinds), None)
         if order is None:
@@ -164,7 +156,7 @@ def _join(parts: list[Any], where: str) -> _Body | Dropped:
 
 def _part(part: Any) -> tuple[str, Any]:
     """Type and value of a part; LLaMA-Factory keys every value ``value``, others by the type."""
-    if not isinstance(part, Mapping) or not isinstance(kind := part.get("type", "text"), str):
+    if not isinstance(part, dict) or not isinstance(kind := part.get("type", "text"), str):
         return "", None
     keys = ("value", "text", kind)
     return kind, next((part[key] for key in keys if part.get(key) is not None), part if kind in CALL_PARTS else None)
