@@ -17,6 +17,7 @@ try:
 except ImportError:
     sys.exit("hs-assets: the commands need more than the reader: pip install 'hs-assets[pipeline]'")
 
+from hs_assets.cli_prompts import prompts
 from hs_assets.config import DEFAULT_HOME, Project, load_project
 from hs_assets.errors import HsAssetsError
 
@@ -57,10 +58,14 @@ def main() -> None:
     """Conversations in, training data for EAGLE-3 drafters out.
 
     \b
+    hs-assets prompts check FILE          what would become of its rows, without a server
     hs-assets demo                        everything once, on this machine, without a GPU
     hs-assets status --json               the ledger of every partition
     hs-assets lineage demo-00000/0000     where a sample came from
     """
+
+
+main.add_command(prompts)
 
 
 @main.command()

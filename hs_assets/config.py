@@ -28,6 +28,9 @@ DEMO_MODEL = "demo"
 
 _DIGITS_OF_A_PARTITION = 12
 Share = Annotated[float, Field(ge=0, le=1)]
+_TurnFormat = Literal["messages", "conversations", "nemo", "prompt_completion", "turns", "prompt"]
+_TextFormat = Literal["question_answer", "alpaca", "text", "input_ids"]
+RowFormat = Literal["", _TurnFormat, _TextFormat]
 
 
 class _Section(BaseModel):
@@ -46,11 +49,13 @@ class ModelSettings(_Section):
 
 
 class SourceSettings(_Section):
-    """A JSONL file of conversations."""
+    """A file of JSON lines, JSON, Parquet or Arrow, or a folder of such as Hugging Face's tools leave."""
 
     path: Path
     name: str = ""
     """Partition keys begin with it; the file's name by default."""
+    format: RowFormat = ""
+    """What the rows are (samples/formats.py); told by the columns of each row by default."""
 
 
 class PromptSettings(_Section):
@@ -61,7 +66,18 @@ class PromptSettings(_Section):
     tokens_per_partition: int = Field(default=1_000_000, gt=0)
     """A partition is closed early at this estimate (a token for every four bytes of its rows)."""
     max_tokens: int = Field(default=8192, gt=1)
-    """Longer rows are dropped as `too_long`; so are those longer than the model's context."""
+    """Rows longer than this, or than the model's context, are `too_long`; where nothing is supervised before it, they are
+    dropped as `truncated_before_supervision`."""
+    too_long: Literal["drop", "cut_at_turn", "cut"] = "drop"
+    """Drop them, cut them after the last answer that fits whole, or cut them at `max_tokens`."""
+    min_supervised_tokens: int = Field(default=1, gt=0)
+    """Rows with fewer, after they are cut, are dropped as `too_few_supervised_tokens`."""
+    supervise: Literal["all", "last", "everything"] = "all"
+    """The assistant's turns, its last one only, or every token. Rows of token ids keep their own mask."""
+    role_order: Literal["any", "strict"] = "any"
+    """`strict` drops conversations in which somebody speaks twice in a row; by default the chat template decides."""
+    max_row_bytes: int = Field(default=64 << 20, gt=0)
+    """Larger rows are dropped as `row_too_large`, without being read whole."""
     max_dropped_share: Share = 0.5
     """A partition that drops more of its rows than this fails."""
 
@@ -274,4 +290,4 @@ def _named(source: SourceSettings, base: Path) -> SourceSettings:
         path = Path(str(resources.files("hs_assets") / "presets" / str(source.path).removeprefix("package:")))
     else:
         path = base / source.path
-    return SourceSettings(path=path, name=name)
+    return source.model_copy(update={"path": path, "name": name})

@@ -69,6 +69,7 @@ def test_two_homes_have_two_spools(tmp_path: Path) -> None:
         (MINIMAL + "[server]\nchunk_token = 5\n", r"server\.chunk_token\n(.|\n)*Extra inputs are not permitted"),
         (MINIMAL + "[prompts]\nmax_tokens = 1\n", "prompts"),
         ('[model]\npath = "m"\n', "prompts"),
+        (MINIMAL + 'format = "sharegpt"\n', r"prompts\.sources\.0\.format(.|\n)*'messages'"),
         (MINIMAL.replace("[model]", "[model]\nrevision = 3"), r"model\.revision"),
     ],
 )

@@ -32,7 +32,7 @@ BAD_ROWS = {
     "invalid_json": 1,
     "no_assistant_turn": 3,
     "token_out_of_vocab": 1,
-    "too_long": 1,
+    "truncated_before_supervision": 1,
 }
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,14 @@ import pytest
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError, SpoolError
 from hs_assets.extraction.extract import Report, capture_only, extract
-from hs_assets.extraction.status import source_indexes, sources
-from hs_assets.samples.prompts import PromptLimits, make_partition, write_partition
+from hs_assets.extraction.status import COMPLETE, INCOMPLETE, source_indexes, sources, status
+from hs_assets.samples.conversations import Conversation, Dropped
+from hs_assets.samples.filters import PromptLimits
+from hs_assets.samples.masks import Rendered, Supervise, render_conversation
+from hs_assets.samples.prepare import make_partition
+from hs_assets.samples.prompts import write_partition
 from hs_assets.samples.sources import read_partition
-from hs_assets.samples.tokenizer import load_tokenizer
+from hs_assets.samples.tokenizer import ChatTokenizer, load_tokenizer
 from hs_assets.serving.launch import resolve
 from hs_assets.store import open_store
 from hs_assets.store.writer import GenerationWriter
@@ -109,6 +114,38 @@ def test_states_whose_folder_is_gone_are_asked_for_again(make: Callable[..., Pro
         assert run(project).problems == []
         assert sorted(server.rows) == list(range(6))
     assert len([sample.states for sample in open_store(project.store_path).layer_set("r2-4-8")]) == 6
+
+
+def test_rows_that_give_several_samples_are_all_accounted_for(
+    make: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples a row, of which one fails: the ledger counts samples, the source's rows appended since are still to come."""
+
+    def twice(conversation: Conversation, tokenizer: ChatTokenizer, supervise: Supervise) -> tuple[Rendered, ...]:
+        rendered = render_conversation(conversation, tokenizer, supervise)
+        assert not isinstance(rendered, Dropped)
+        return tuple(replace(row, turn=turn) for row in rendered for turn in (0, 2))
+
+    monkeypatch.setattr("hs_assets.samples.prepare.render_conversation", twice)
+    project = make(6)
+    source = project.settings.prompts.sources[0].path
+
+    def nan_at_3(rid: Rid, states: np.ndarray) -> np.ndarray:
+        return states * np.nan if rid.row == 3 else states
+
+    with fake_server(project, nan_at_3) as server:
+        report = run(project)
+        assert sorted(server.rows) == list(range(12))
+        assert report.manifest
+        assert report.manifest.ledger.as_json() == {"in": 12, "stored": 11, "dropped": {}, "failed": {"finite": 1}}
+        assert [sample.source_row for sample in report.manifest.samples] == [0, 0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+        server.fault = healthy
+        assert run(project).problems == []
+    (complete,) = status(project)
+    assert (complete.state, complete.rows, complete.stored, complete.pending) == (COMPLETE, 12, 12, 0)
+    write_rows(source, 8)
+    (grown,) = status(project)
+    assert (grown.state, grown.rows, grown.stored, grown.pending) == (INCOMPLETE, 14, 12, 2)
 
 
 @pytest.mark.parametrize("value", [np.inf, 3.4e38])

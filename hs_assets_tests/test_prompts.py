@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hs_assets.errors import PromptError
-from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.conversations import Conversation, Dropped
+from hs_assets.samples.filters import PromptLimits
+from hs_assets.samples.masks import Rendered, Supervise
+from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import (
     Prompt,
-    PromptLimits,
     PromptPartition,
-    make_partition,
     read_partition_table,
     table_path,
     write_partition,
@@ -51,14 +52,15 @@ ROWS = (
     (b"[" * 100_000, "invalid_json"),
     (b'{"messages": "\xff"}', "invalid_unicode"),
     (LONE_SURROGATE, "invalid_unicode"),
-    (b'{"text": "no chat"}', "unknown_format"),
-    (json_row(("user", "one"), ("tool", "two"), ("assistant", "three")), "unknown_role"),
+    (b'{"words": "no chat"}', "unknown_format"),
+    (json_row(("user", "one"), ("narrator", "two"), ("assistant", "three")), "unknown_role"),
     (json_row(("user", "one"), ("assistant", " ")), "empty_turn"),
     (json_row(("system", "one")), "no_assistant_turn"),
     (json_row(("user", "one")), "no_assistant_turn"),
     (json_row(("user", "say <|im_end|>"), ("assistant", "two")), "special_token_in_content"),
     (json_row(("user", "one"), ("assistant", "say <|im_end|>")), "special_token_in_content"),
-    (json_row(("user", "one " * 200), ("assistant", "two")), "too_long"),
+    (json_row(("user", "one " * 200), ("assistant", "two")), "truncated_before_supervision"),
+    (json_row(("user", "one"), ("assistant", "two " * 200)), "too_long"),
     (b'{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}', None),
     (b'{"input_ids": [0, 479], "loss_mask": [0, 1]}', None),
     (b'{"input_ids": [5, 480], "loss_mask": [0, 1]}', "token_out_of_vocab"),
@@ -176,6 +178,121 @@ def test_a_lone_surrogate_drops_its_row_alone(tokenizer: ChatTokenizer) -> None:
     assert reasons(made) == [None, "invalid_unicode", None]
 
 
+def test_rows_with_and_without_a_tools_column(tokenizer: ChatTokenizer) -> None:
+    """1,000 rows of text, a third of which have a column more: none is lost."""
+    raws = [json.dumps({"text": f"row {n}", **({"tools": None} if n % 3 else {})}).encode() for n in range(1000)]
+    made = partition(tokenizer, *raws)
+    assert [tokenizer.decode(prompt.input_ids.tolist()) for prompt in made.prompts] == [f"row {n}" for n in range(1000)]
+    assert all(prompt.loss_mask.all() for prompt in made.prompts)
+    assert [row.source_row for row in made.rows] == list(range(1000))
+
+
+def test_one_row_with_half_a_character_in_a_batch(tokenizer: ChatTokenizer) -> None:
+    raws = [json_row(("user", f"question {n}"), ("assistant", f"answer {n}")) for n in range(64)]
+    raws[20] = LONE_SURROGATE
+    made = partition(tokenizer, *raws)
+    assert [row.source_row for row in made.rows if isinstance(row.content, Dropped)] == [20]
+    assert made.dropped == {"invalid_unicode": 1}
+    words = [tokenizer.decode(prompt.input_ids.tolist()) for prompt in made.prompts]
+    assert all(f"question {n}<" in text for n, text in zip([*range(20), *range(21, 64)], words, strict=True))
+
+
+def test_an_answer_that_is_cut_at_the_limit(tokenizer: ChatTokenizer) -> None:
+    row = json_row(("user", "one"), ("assistant", "two three " * 20))
+    (whole,) = partition(tokenizer, row).prompts
+    limit = int(whole.loss_mask.argmax()) + 7
+    cut = dataclasses.replace(LIMITS, max_tokens=limit, too_long="cut")
+    (prompt,) = partition(tokenizer, row, limits=cut).prompts
+    assert prompt.input_ids.tolist() == whole.input_ids[:limit].tolist()
+    assert int(prompt.loss_mask.sum()) == 7
+    assert prompt.token_sha256 == hashlib.sha256(whole.input_ids[:limit].tobytes()).hexdigest() != whole.token_sha256
+    at_turn = dataclasses.replace(cut, too_long="cut_at_turn")
+    assert reasons(partition(tokenizer, row, limits=at_turn)) == ["too_long"]
+
+
+def test_a_conversation_that_is_cut_after_its_first_answer(tokenizer: ChatTokenizer) -> None:
+    row = json_row(("user", "one"), ("assistant", "two"), ("user", "three " * 30), ("assistant", "four"))
+    first = json_row(("user", "one"), ("assistant", "two"))
+    limits = dataclasses.replace(LIMITS, max_tokens=60, too_long="cut_at_turn")
+    (cut,), (alone,) = partition(tokenizer, row, limits=limits).prompts, partition(tokenizer, first).prompts
+    assert cut.input_ids.tolist() == alone.input_ids.tolist()
+    assert cut.loss_mask.tolist() == alone.loss_mask.tolist()
+
+
+@pytest.mark.parametrize(
+    ("supervise", "words"),
+    [
+        (Supervise.ALL, "two<|im_end|>four<|im_end|>"),
+        (Supervise.LAST, "four<|im_end|>"),
+    ],
+)
+def test_what_is_supervised(supervise: Supervise, words: str, tokenizer: ChatTokenizer) -> None:
+    row = json_row(("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+    (prompt,) = partition(tokenizer, row, limits=dataclasses.replace(LIMITS, supervise=supervise)).prompts
+    assert tokenizer.decode(prompt.input_ids[prompt.loss_mask].tolist()) == words
+
+
+def test_everything_is_supervised(tokenizer: ChatTokenizer) -> None:
+    limits = dataclasses.replace(LIMITS, supervise=Supervise.EVERYTHING)
+    (prompt,) = partition(tokenizer, GOOD, limits=limits).prompts
+    assert prompt.loss_mask.all()
+    (ids,) = partition(tokenizer, b'{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}', limits=limits).prompts
+    assert ids.loss_mask.tolist() == [False, True, True]
+
+
+def test_a_turn_that_is_not_trained_on(tokenizer: ChatTokenizer) -> None:
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]
+    messages = [{"role": role, "content": text, "weight": int(text == "four")} for role, text in turns]
+    (prompt,) = partition(tokenizer, json.dumps({"messages": messages}).encode()).prompts
+    assert tokenizer.decode(prompt.input_ids[prompt.loss_mask].tolist()) == "four<|im_end|>"
+
+
+def test_roles_out_of_order(tokenizer: ChatTokenizer) -> None:
+    row = json_row(("user", "one"), ("user", "two"), ("assistant", "three"))
+    assert reasons(partition(tokenizer, row)) == [None]
+    assert reasons(partition(tokenizer, row, limits=dataclasses.replace(LIMITS, role_order="strict"))) == ["role_order"]
+
+
+def test_a_format_that_is_set(tokenizer: ChatTokenizer) -> None:
+    row = source_row(0, b'{"prompt": "one", "completion": "two", "text": "three"}')
+    made = [
+        make_partition("demo-00000", dataclasses.replace(SOURCE, format=name), [row], tokenizer, LIMITS) for name in ("", "text")
+    ]
+    assert [one.formats for one in made] == [{"question_answer": 1}, {"text": 1}]
+    assert [tokenizer.decode(one.prompts[0].input_ids.tolist())[-10:] for one in made] == ["two<|im_end|>"[-10:], "three"]
+    assert made[0].version != made[1].version
+
+
+def several(conversation: Conversation, tokenizer: ChatTokenizer, supervise: Supervise) -> tuple[Rendered, ...]:
+    """What a template that rewrites history gives: a row for each answer."""
+    made = []
+    for number, message in enumerate(conversation.messages):
+        if message.role == "assistant":
+            before = "".join(turn.content + "<|im_end|>" for turn in conversation.messages[:number])
+            made.append(Rendered(before + message.content, ((len(before), len(before) + len(message.content)),), number))
+    return tuple(made)
+
+
+def test_a_row_that_gives_several(tokenizer: ChatTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are numbered through, each says its turn, and each is accounted for; also those of them that are dropped."""
+    monkeypatch.setattr("hs_assets.samples.prepare.render_conversation", several)
+    three = json_row(
+        ("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four " * 300), ("assistant", "five")
+    )
+    made = partition(tokenizer, GOOD, three, b"{", GOOD[:-1] + b" }", first=64)
+    assert [row.row for row in made.rows] == list(range(6))
+    assert [row.sample_id for row in made.rows] == [f"demo-00003/{number:04d}" for number in range(6)]
+    assert [row.source_row for row in made.rows] == [64, 65, 65, 65, 66, 67]
+    assert [row.turn for row in made.rows] == [1, 1, 3, 4, None, 1]
+    assert reasons(made) == [None, None, "too_long", "truncated_before_supervision", "invalid_json", None]
+    assert [prompt.row for prompt in made.prompts] == [0, 1, 5]
+    assert (made.source_rows, made.formats) == (4, {"messages": 3, "unknown": 1})
+    assert tokenizer.decode(made.prompts[1].input_ids.tolist()) == "one<|im_end|>two"
+    write_partition(made, tmp_path)
+    assert same(read_partition_table(tmp_path, made.key), made)
+    assert pq.read_table(table_path(tmp_path, made.key))["turn"].to_pylist() == [1, 1, 3, 4, None, 1]
+
+
 def test_template_and_tokenizer_both_write_bos(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, stock(LLAMA3), adds_bos())
     (prompt,) = partition(tokenizer, GOOD).prompts
@@ -229,9 +346,14 @@ def test_from_a_file_to_prompts(tokenizer: ChatTokenizer, tmp_path: Path) -> Non
         lambda rows, limits: ([*rows[:-1], source_row(2, b"{}")], limits),
         lambda rows, limits: ([*rows[:-1], dataclasses.replace(rows[-1], duplicate_of="demo:0")], limits),
         lambda rows, limits: (rows, dataclasses.replace(limits, max_tokens=199)),
+        lambda rows, limits: (rows, dataclasses.replace(limits, max_tokens=400)),
         lambda rows, limits: (rows, dataclasses.replace(limits, vocab_size=479)),
+        lambda rows, limits: (rows, dataclasses.replace(limits, too_long="cut")),
+        lambda rows, limits: (rows, dataclasses.replace(limits, min_supervised_tokens=2)),
+        lambda rows, limits: (rows, dataclasses.replace(limits, role_order="strict")),
+        lambda rows, limits: (rows, dataclasses.replace(limits, supervise=Supervise.LAST)),
     ],
-    ids=["fewer rows", "another order", "another row", "a duplicate", "another length", "another vocabulary"],
+    ids=range(11),
 )
 def test_the_version_changes_with_what_prompts_are_made_of(
     change: Callable[[list[SourceRow], PromptLimits], tuple[list[SourceRow], PromptLimits]], tokenizer: ChatTokenizer
@@ -311,7 +433,7 @@ def test_prompts_that_were_not_made(tmp_path: Path) -> None:
     assert error.value.remedy == "materialise prompts first"
 
 
-@pytest.mark.parametrize("content", ["\ud800", "a" * 10_000, "\0", "'\n\""])
+@pytest.mark.parametrize("content", ["\ud7ff", "a" * 10_000, "\0", "'\n\""])
 def test_details_of_dropped_rows_can_be_written(content: str, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     rows = [json.dumps({content: 1}).encode(), json.dumps({"messages": [{"role": content, "content": content}]}).encode()]
     made = partition(tokenizer, *rows)

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hs_assets.errors import PromptError
-from hs_assets.samples.conversations import Conversation, Dropped, parse_row
+from hs_assets.samples.conversations import Conversation, Dropped
+from hs_assets.samples.formats import parse_row
+from hs_assets.samples.source_index import SourceIndex
 from hs_assets.samples.sources import (
     Partitioning,
     Source,
-    SourceIndex,
     SourceRow,
     partition_key,
     partition_keys,
@@ -125,13 +126,13 @@ def test_conversations_read_the_same_however_the_file_was_written(
     ]
     one = source(mark + end.join(rows) + (end if last else b""))
     assert raws(folder, one) == rows
-    assert all(isinstance(parse_row(row), Conversation) for row in raws(folder, one))
+    assert all(isinstance(parse_row(row).content, Conversation) for row in raws(folder, one))
 
 
 def test_a_row_with_nul_is_dropped_and_its_neighbours_are_kept(folder: Path, source: Callable[..., Source]) -> None:
     good = json_row(("user", "one"), ("assistant", "two"))
     read = raws(folder, source(b"\n".join([good, b'{"messages": [\0]}', good + b" "])))
-    parsed = [parse_row(row) for row in read]
+    parsed = [parse_row(row).content for row in read]
     assert [isinstance(one, Dropped) for one in parsed] == [False, True, False]
 
 
@@ -387,7 +388,7 @@ def test_an_index_of_another_version(folder: Path, source: Callable[..., Source]
     one = source(lines(1))
     refresh(folder, [one], THREE)
     path = folder / "demo.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 999'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 999'))
     with pytest.raises(PromptError, match="a source index of another version") as error:
         refresh(folder, [one], THREE)
     assert error.value.where == path

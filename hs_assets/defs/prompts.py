@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 
 import dagster as dg
-import numpy as np
 
 from hs_assets.defs.project import ProjectResource
 from hs_assets.extraction.status import sources
 from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.filters import limits_of
 from hs_assets.samples.model import read_model_facts
-from hs_assets.samples.prompts import PromptLimits, PromptPartition, make_partition, write_partition
+from hs_assets.samples.prepare import make_partition
+from hs_assets.samples.prompts import PromptPartition, write_partition
 from hs_assets.samples.sources import read_partition
+from hs_assets.samples.survey import Survey
 from hs_assets.samples.tokenizer import load_tokenizer
 
 
@@ -30,16 +32,15 @@ def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefiniti
         facts = read_model_facts(settings.model.path)
         tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
         source = next(s for s in sources(loaded) if key.rpartition("-")[0] == s.name)
-        rows = read_partition(loaded.home.prompts / "index", source, key)
-        limits = PromptLimits(min(settings.prompts.max_tokens, facts.context_length - 1), facts.vocab_size)
-        made = make_partition(key, source, rows, tokenizer, limits)
+        rows = read_partition(loaded.home.prompts / "index", source, key, settings.prompts.max_row_bytes)
+        made = make_partition(key, source, rows, tokenizer, limits_of(settings.prompts, facts))
         path = write_partition(made, loaded.home.prompts)
         dropped = sum(made.dropped.values())
-        context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(rows), made.dropped)
+        context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(made.rows), made.dropped)
         limit = settings.prompts.max_dropped_share
-        if dropped > limit * len(rows):
+        if dropped > limit * len(made.rows):
             raise dg.Failure(
-                f"{dropped} of {len(rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
+                f"{dropped} of {len(made.rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
                 metadata={"dropped": dg.JsonMetadataValue(made.dropped), "dropped rows": _dropped_table(made)},
                 allow_retries=False,
             )
@@ -51,16 +52,21 @@ def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefiniti
 
 
 def _metadata(made: PromptPartition) -> dict[str, dg.MetadataValue]:
-    lengths = np.array([len(prompt.input_ids) for prompt in made.prompts] or [0])
-    supervised = sum(int(prompt.loss_mask.sum()) for prompt in made.prompts)
+    survey = Survey()
+    survey.add(made)
+    quantiles = survey.length_quantiles
     return {
-        "rows": dg.IntMetadataValue(len(made.rows)),
+        "source rows": dg.IntMetadataValue(survey.source_rows),
+        "rows": dg.IntMetadataValue(survey.rows),
         "prompts": dg.IntMetadataValue(len(made.prompts)),
+        "formats": dg.JsonMetadataValue(dict(survey.formats)),
+        "columns not needed": dg.JsonMetadataValue(dict(survey.unread)),
         "dropped": dg.JsonMetadataValue(made.dropped),
         "dropped rows": _dropped_table(made),
-        "tokens": dg.IntMetadataValue(int(lengths.sum())),
-        "longest prompt (tokens)": dg.IntMetadataValue(int(lengths.max())),
-        "supervised share": dg.FloatMetadataValue(round(supervised / max(1, int(lengths.sum())), 4)),
+        "tokens": dg.IntMetadataValue(survey.tokens),
+        "longest prompt (tokens)": dg.IntMetadataValue(quantiles.get("max", 0)),
+        "lengths (tokens)": dg.JsonMetadataValue(quantiles),
+        "supervised share": dg.FloatMetadataValue(round(survey.supervised_share, 4)),
         "source": dg.PathMetadataValue(str(made.source.path)),
         "template_sha256": dg.TextMetadataValue(made.template_sha256),
         "tokenizer_sha256": dg.TextMetadataValue(made.tokenizer_sha256),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from hs_assets.config import Project
 from hs_assets.samples.model import read_model_facts
 from hs_assets.samples.prompts import read_partition_table, table_path
-from hs_assets.samples.sources import Partitioning, Source, SourceIndex, partition_key, refresh
+from hs_assets.samples.source_index import SourceIndex
+from hs_assets.samples.sources import Partitioning, Source, partition_key, refresh
 from hs_assets.serving.launch import DTYPES
 from hs_assets.store.layout import check
 from hs_assets.store.manifest import Manifest, find_manifest
@@ -59,7 +60,7 @@ def source_indexes(project: Project) -> dict[str, SourceIndex]:
 
 def sources(project: Project) -> list[Source]:
     """The configured sources."""
-    return [Source(source.name, source.path) for source in project.settings.prompts.sources]
+    return [Source(source.name, source.path, source.format) for source in project.settings.prompts.sources]
 
 
 def status(project: Project, layer_set_id: str | None = None) -> list[PartitionStatus]:
@@ -78,7 +79,8 @@ def _partition(project: Project, layer_set: str, row_bytes: int, key: str, rows:
     manifest = _manifest(project, layer_set, key)
     if manifest is not None:
         ledger = manifest.ledger
-        pending = max(0, rows - ledger.rows)  # rows that were appended since
+        rows_of = [sample.source_row for sample in manifest.samples] + [row.source_row for row in manifest.unstored]
+        pending = max(0, rows - len(set(rows_of)))  # rows that were appended since; several samples may come of one
         state = INCOMPLETE if ledger.failed or pending else COMPLETE
         tokens = sum(sample.tokens for sample in manifest.samples)
         return PartitionStatus(
@@ -95,8 +97,10 @@ def _partition(project: Project, layer_set: str, row_bytes: int, key: str, rows:
             state_fingerprint=manifest.state_fingerprint,
         )
     if table_path(project.home.prompts, key).exists():
-        dropped = read_partition_table(project.home.prompts, key).dropped
-        return PartitionStatus(key, layer_set, PREPARED, rows, 0, dropped, {}, rows - sum(dropped.values()), 0, 0, None)
+        made = read_partition_table(project.home.prompts, key)
+        pending = len(made.prompts) + max(0, rows - made.source_rows)
+        total = pending + sum(made.dropped.values())
+        return PartitionStatus(key, layer_set, PREPARED, total, 0, made.dropped, {}, pending, 0, 0, None)
     return PartitionStatus(key, layer_set, NEW, rows, 0, {}, {}, rows, 0, 0, None)
 
 

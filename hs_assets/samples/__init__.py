@@ -1,10 +1,15 @@
 """From rows to prompts, and from dumps to validated samples.
 
-sources.py        a JSONL file → rows, partitions, duplicates
-conversations.py  one row → messages, or a reason to drop it
+sources.py        files → rows, partitions, duplicates; source_index.py keeps them on disk
+files.py          which files a source is; text_rows.py and table_rows.py find and read their rows
+conversations.py  what a row can be
+formats.py        one row → a conversation, text or ids, or a reason to drop it, with row_json.py, messages.py and tools.py
 tokenizer.py      the model's tokenizer and chat template, with their hashes
 masks.py          messages → text and the spans that are supervised → token ids and loss mask
-prompts.py        one partition: rows → prompts; its table on disk
+filters.py        what a prompt must keep to
+prepare.py        rows of one partition → prompts
+prompts.py        a partition of prompts and its table on disk
+survey.py         what prompts are like: formats, drops, lengths, supervised share
 model.py          facts of a checkpoint: layers, sizes, final norm, output head
 eagle3.py         a dump → states that can be checked and stored
 rules.py          what must hold for every sample

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
-from hs_assets.samples.conversations import Dropped, Message, Tokenized
+from hs_assets.samples.conversations import Conversation, Dropped, Message, Tokenized
 from hs_assets.samples.tokenizer import ChatTokenizer
 
 _EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>")
@@ -24,14 +25,64 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    turn: int | None = None
+
+
+class Supervise(StrEnum):
+    """Which tokens are supervised: all turns of the assistant, the last one only, or every token."""
+
+    ALL = "all"
+    LAST = "last"
+    EVERYTHING = "everything"
+
+
+def render_conversation(
+    conversation: Conversation, tokenizer: ChatTokenizer, supervise: Supervise = Supervise.ALL
+) -> tuple[Rendered, ...] | Dropped:
+    """The conversation as the model sees it, with its supervised spans."""
+    messages = conversation.messages
+    if conversation.tools or any(message.tool_calls or message.reasoning for message in messages):
+        return Dropped("template_error", "tools and reasoning are not rendered yet")
+    if (forged := _forged(messages, tokenizer)) is not None:
+        return forged
+    rendered = render(messages, tokenizer)
+    if isinstance(rendered, Dropped):
+        return rendered
+    if supervise is Supervise.EVERYTHING:
+        return (Rendered(rendered.text, ((0, len(rendered.text)),)),)
+    answers = [message for message in messages if message.role == "assistant"]
+    last = len(answers) - 1 if supervise is Supervise.LAST else 0
+    spans = tuple(
+        span
+        for number, (message, span) in enumerate(zip(answers, rendered.spans, strict=False))
+        if message.trained and number >= last
+    )
+    return (Rendered(rendered.text, spans),)
+
+
+def render_text(text: str, tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    """Plain text, all of it supervised."""
+    forged = _forged([Message("text", text)], tokenizer)
+    return Rendered(text, ((0, len(text)),)) if forged is None else forged
+
+
+def tokenize(rendered: Sequence[Rendered], tokenizer: ChatTokenizer) -> list[Tokenized | Dropped]:
+    """Token ids and loss mask of each."""
+    return [_tokenize(one, tokenizer) for one in rendered]
+
+
+def _forged(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Dropped | None:
+    for number, message in enumerate(messages):
+        found = next((token for token in tokenizer.special_tokens if token in message.content), None)
+        if found is not None:
+            return Dropped("special_token_in_content", f"turn {number} ({message.role}) contains {found!r}")
+    return None
 
 
 def tokenize_conversation(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Tokenized | Dropped:
     """Token ids and loss mask of a conversation, or why they cannot be made surely."""
-    for number, message in enumerate(messages):
-        forged = next((token for token in tokenizer.special_tokens if token in message.content), None)
-        if forged is not None:
-            return Dropped("special_token_in_content", f"turn {number} ({message.role}) contains {forged!r}")
+    if (forged := _forged(messages, tokenizer)) is not None:
+        return forged
     rendered = render(messages, tokenizer)
     return rendered if isinstance(rendered, Dropped) else _tokenize(rendered, tokenizer)
 

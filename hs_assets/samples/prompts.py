@@ -1,37 +1,21 @@
-"""One partition of rows → prompts: token ids, loss mask and lineage for each row, or the reason it is dropped.
+"""A partition of prompts, and its table on disk: token ids, loss mask and lineage for each row, or the reason it is dropped.
 
-The table on disk, ``<home>/prompts/<partition>.parquet``, has a line for every row of the partition.
+``<home>/prompts/<partition>.parquet`` has a line for every prompt, and one for every row that gave none.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hs_assets.errors import PromptError
-from hs_assets.samples.conversations import Dropped, Tokenized, parse_row
-from hs_assets.samples.masks import tokenize_conversation
-from hs_assets.samples.sources import Source, SourceRow, replace_table
-from hs_assets.samples.tokenizer import ChatTokenizer
+from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.sources import Source, replace_table
 from hs_assets.wire.dump import token_sha256
-from hs_assets.wire.rid import sample_id
-
-PROMPTS_VERSION = 1
-"""Changes when the same rows would give other prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLimits:
-    """What a prompt must keep to: length in tokens, and ids in ``[0, vocab_size)``."""
-
-    max_tokens: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +36,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A row of a partition: where it came from, and its prompt or the reason it has none."""
+    """A row of a partition: where it came from, and its prompt or the reason it has none.
+
+    ``turn``: the one turn of ``source_row`` that it is for, where several rows come of that; None where it has all turns.
+    ``format`` that the source row was read as, and its columns that were not needed for it.
+    """
 
     sample_id: str
     row: int
     source_row: int
     source_sha256: str
     content: Prompt | Dropped
+    turn: int | None = None
+    format: str = ""
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +73,15 @@ class PromptPartition:
         """How many rows are dropped, by reason."""
         return dict(Counter(row.content.reason for row in self.rows if isinstance(row.content, Dropped)))
 
+    @property
+    def formats(self) -> dict[str, int]:
+        """How many source rows are in which format; ``unknown`` where they are in none."""
+        return dict(Counter({row.source_row: row.format or "unknown" for row in self.rows}.values()))
 
-def make_partition(
-    key: str, source: Source, rows: Sequence[SourceRow], tokenizer: ChatTokenizer, limits: PromptLimits
-) -> PromptPartition:
-    """The prompts of a partition."""
-    made = tuple(
-        PromptRow(sample_id(key, number), number, row.number, row.sha256, _make(number, row, tokenizer, limits))
-        for number, row in enumerate(rows)
-    )
-    facts = (PROMPTS_VERSION, tokenizer.template_sha256, tokenizer.tokenizer_sha256, limits.max_tokens, limits.vocab_size)
-    # The prompts themselves too: a template may look at the clock.
-    identity = json.dumps([facts, [(row.source_sha256, _identity(row.content)) for row in made]])
-    version = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, made)
-
-
-def _identity(content: Prompt | Dropped) -> tuple[str, str]:
-    if isinstance(content, Dropped):
-        return content.reason, content.detail
-    return content.token_sha256, hashlib.sha256(content.loss_mask.tobytes()).hexdigest()
-
-
-def _make(number: int, row: SourceRow, tokenizer: ChatTokenizer, limits: PromptLimits) -> Prompt | Dropped:
-    if row.duplicate_of is not None:
-        return Dropped("duplicate", f"the same bytes as {row.duplicate_of}")
-    parsed = parse_row(row.raw)
-    if isinstance(parsed, Dropped):
-        return parsed
-    made = parsed if isinstance(parsed, Tokenized) else tokenize_conversation(parsed.messages, tokenizer)
-    if isinstance(made, Dropped):
-        return made
-    outside = next((i for i in made.input_ids if not 0 <= i < limits.vocab_size), None)
-    if outside is not None:
-        return Dropped("token_out_of_vocab", f"id {outside} with a vocabulary of {limits.vocab_size}")
-    if len(made.input_ids) > limits.max_tokens:
-        return Dropped("too_long", f"{len(made.input_ids)} tokens, at most {limits.max_tokens}")
-    if not any(made.loss_mask):
-        return Dropped("no_supervised_tokens", f"none of {len(made.input_ids)} tokens is supervised")
-    ids = np.asarray(made.input_ids, dtype="<i4")
-    return Prompt(number, ids, np.asarray(made.loss_mask, dtype=bool), token_sha256(ids.tobytes()))
+    @property
+    def source_rows(self) -> int:
+        """How many rows of the source these are of."""
+        return len({row.source_row for row in self.rows})
 
 
 def write_partition(partition: PromptPartition, folder: Path) -> Path:
@@ -135,6 +95,9 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
             "sample_id": pa.array([row.sample_id for row in partition.rows], pa.string()),
             "source_row": pa.array([row.source_row for row in partition.rows], pa.int64()),
             "source_sha256": pa.array([row.source_sha256 for row in partition.rows], pa.string()),
+            "turn": pa.array([row.turn for row in partition.rows], pa.int32()),
+            "format": pa.array([row.format for row in partition.rows], pa.string()),
+            "unread": pa.array([row.unread for row in partition.rows], pa.list_(pa.string())),
             "dropped": pa.array([d and d.reason for d in dropped], pa.string()),
             "detail": pa.array([d and d.detail for d in dropped], pa.string()),
             "token_sha256": pa.array([p and p.token_sha256 for p in kept], pa.string()),
@@ -146,6 +109,7 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
             "version": partition.version,
             "source_name": partition.source.name,
             "source_path": str(partition.source.path),
+            "source_format": partition.source.format,
             "template_sha256": partition.template_sha256,
             "tokenizer_sha256": partition.tokenizer_sha256,
             "coordinates": "loss_mask[i] is True where input_ids[i] is supervised; no shift",
@@ -173,7 +137,7 @@ def read_partition_table(folder: Path, key: str) -> PromptPartition:
     table = pq.read_table(path)
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     rows = tuple(_read_row(number, entry) for number, entry in enumerate(table.to_pylist()))
-    source = Source(metadata["source_name"], Path(metadata["source_path"]))
+    source = Source(metadata["source_name"], Path(metadata["source_path"]), metadata.get("source_format", ""))
     return PromptPartition(key, metadata["version"], source, metadata["template_sha256"], metadata["tokenizer_sha256"], rows)
 
 
@@ -182,11 +146,20 @@ def table_path(folder: Path, key: str) -> Path:
     return folder / f"{key}.parquet"
 
 
-def _read_row(number: int, entry: dict[str, object]) -> PromptRow:
+def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
     content: Prompt | Dropped
     if entry["dropped"] is not None:
-        content = Dropped(str(entry["dropped"]), str(entry["detail"]))
+        content = Dropped(entry["dropped"], entry["detail"])
     else:
         ids, mask = np.asarray(entry["input_ids"], "<i4"), np.asarray(entry["loss_mask"], bool)
-        content = Prompt(number, ids, mask, str(entry["token_sha256"]))
-    return PromptRow(str(entry["sample_id"]), number, int(str(entry["source_row"])), str(entry["source_sha256"]), content)
+        content = Prompt(number, ids, mask, entry["token_sha256"])
+    return PromptRow(
+        entry["sample_id"],
+        number,
+        entry["source_row"],
+        entry["source_sha256"],
+        content,
+        entry.get("turn"),
+        entry.get("format", ""),
+        tuple(entry.get("unread", ())),
+    )

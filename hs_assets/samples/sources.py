@@ -1,39 +1,48 @@
-"""A JSONL file → rows and partitions, kept in an index so that loading the definitions reads no source again.
+"""A source → rows and partitions, kept in an index so that loading the definitions reads no source again.
 
-Rows are split at the byte ``\\n`` alone. A partition is a run of rows; appending rows renames none. Exact duplicates
-(equal bytes) are decided here, over all sources: the first that was indexed wins, and stays it.
-
-    <home>/prompts/index/<source>.json      file, size, time, rows, first row of each partition
-    <home>/prompts/index/<source>.parquet   a line a row: offset, bytes, sha256, the row it repeats
+A row is known by its number over all files of its source. A partition is a run of rows; appending rows renames none. Exact
+duplicates (equal bytes; of tables, equal canonical JSON) are decided here, over all sources: the first that was indexed
+wins, and stays it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hs_assets.errors import PromptError
-from hs_assets.wire.records import write_atomic
+from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.files import data_files, find_rows, read_rows
+from hs_assets.samples.source_index import (
+    INDEX_VERSION,
+    Entry,
+    FirstRows,
+    SourceIndex,
+    aside,
+    read_entries,
+    read_hashes,
+    read_index,
+    write_index,
+    writing_entries,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-INDEX_VERSION = 1
+MAX_ROW_BYTES = 64 << 20
 _BYTES_PER_TOKEN = 4
-_ROW_GROUP = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source file and the name its partition keys begin with."""
+    """A file, or a folder of files, and the name its partition keys begin with; ``format`` is empty where rows tell it."""
 
     name: str
     path: Path
+    format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +55,15 @@ class Partitioning:
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row where it stands. ``duplicate_of`` names the row ``<source>:<number>`` that it repeats byte for byte."""
+    """A row where it stands: its JSON, or why it is not read.
+
+    ``duplicate_of`` names the row ``<source>:<number>`` that it repeats byte for byte.
+    """
 
     number: int
-    raw: bytes
+    raw: bytes | Dropped
     sha256: str
     duplicate_of: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class SourceIndex:
-    """What is known of a source: ``starts`` are the first rows of its partitions, ``repeats`` other sources it repeats."""
-
-    version: int
-    path: str
-    size: int
-    mtime_ns: int
-    rows: int
-    partition_rows: int
-    partition_tokens: int
-    starts: tuple[int, ...]
-    repeats: tuple[str, ...]
 
 
 def partition_key(source: str, number: int) -> str:
@@ -100,29 +97,33 @@ def partition_keys(indexes: dict[str, SourceIndex]) -> list[str]:
     return [partition_key(name, number) for name, index in indexes.items() for number in range(len(index.starts))]
 
 
-def read_partition(folder: Path, source: Source, key: str) -> list[SourceRow]:
-    """The rows of a partition, read from the source file at the places that the index names.
+def read_partition(folder: Path, source: Source, key: str, max_row_bytes: int = MAX_ROW_BYTES) -> list[SourceRow]:
+    """The rows of a partition, read from the source's files at the places that the index names.
+
+    A row of more than `max_row_bytes` comes as `row_too_large`.
 
     Raises:
-        PromptError: there is no such partition, or the file changed since the index was made.
+        PromptError: there is no such partition, or a file changed since the index was made.
     """
-    index = _read_index(folder, source)
+    index = read_index(folder, source.name)
     numbers = {partition_key(source.name, number): number for number in range(len(index.starts))} if index else {}
     if index is None or key not in numbers:
         remedy = "reload the definitions, which reads the sources again"
         raise PromptError("no such partition in the index", where=key, expected=f"a partition of {source.name}", remedy=remedy)
     start, end = index.starts[numbers[key]], (*index.starts[1:], index.rows)[numbers[key]]
+    entries = enumerate(read_entries(folder, source.name, start, end), start)
     rows = []
     try:
-        with source.path.open("rb") as file:
-            for line, (offset, size, sha256, duplicate_of) in enumerate(_entries(folder, source, start, end), start):
-                file.seek(offset)
-                rows.append(SourceRow(line, file.read(size), sha256, duplicate_of))
+        for file, group in groupby(entries, lambda entry: entry[1].file):
+            found = list(group)
+            places = [(entry.offset, entry.bytes, entry.sha256, False) for _, entry in found]
+            read = list(read_rows(index.files[file], places, max_row_bytes))
+            for number, (line, entry) in enumerate(found):
+                if number >= len(read) or read[number][1] != entry.sha256:
+                    raise _changed(source, f"row {line}")
+                rows.append(SourceRow(line, read[number][0], entry.sha256, entry.duplicate_of))
     except OSError as error:
         raise _changed(source, "the file") from error
-    for row in rows:
-        if hashlib.sha256(row.raw).hexdigest() != row.sha256:
-            raise _changed(source, f"row {row.number}")
     return rows
 
 
@@ -131,35 +132,18 @@ def _changed(source: Source, what: str) -> PromptError:
     return PromptError("a source changed since it was indexed", where=f"{source.path}, {what}", remedy=remedy)
 
 
-def _entries(folder: Path, source: Source, start: int, end: int) -> Iterator[tuple[int, int, str, str | None]]:
-    """Offset, bytes, sha256 and repeated row of the rows `start` to `end`."""
-    import pyarrow.parquet as pq
-
-    groups = range(start // _ROW_GROUP, (end - 1) // _ROW_GROUP + 1)
-    with pq.ParquetFile(_table(folder, source)) as file:
-        table = file.read_row_groups(list(groups)).slice(start - groups.start * _ROW_GROUP, end - start)
-    for entry in table.to_pylist():
-        yield entry["offset"], entry["bytes"], entry["sha256"], entry["duplicate_of"]
-
-
 def replace_table(path: Path, table: pa.Table) -> None:
     """Write a Parquet file, so that a reader finds the old one or the new one, whoever else writes it too."""
     import pyarrow.parquet as pq
 
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    pq.write_table(table, temporary, row_group_size=_ROW_GROUP)
+    temporary = aside(path)
+    pq.write_table(table, temporary)
     temporary.replace(path)
 
 
 def _current(folder: Path, source: Source, partitioning: Partitioning) -> SourceIndex | None:
     """The index on disk, if it still describes the file."""
-    index = _read_index(folder, source)
-    try:
-        stat = source.path.stat()
-    except OSError as error:
-        raise PromptError("a source cannot be read", where=source.path, got=error, remedy="check prompts.sources") from error
-    if not source.path.is_file():
-        raise PromptError("a source cannot be read", where=source.path, expected="a JSONL file", remedy="check prompts.sources")
+    index, files = read_index(folder, source.name), data_files(source.path)
     if index is None:
         return None
     if (index.partition_rows, index.partition_tokens) != (partitioning.rows, partitioning.tokens):
@@ -170,106 +154,45 @@ def _current(folder: Path, source: Source, partitioning: Partitioning) -> Source
             got=f"{partitioning.rows} and {partitioning.tokens}",
             remedy="set them back, or give the source a new name, which makes new partitions",
         )
-    same = (index.path, index.size, index.mtime_ns) == (str(source.path), stat.st_size, stat.st_mtime_ns)
-    return index if same else None
-
-
-def _read_index(folder: Path, source: Source) -> SourceIndex | None:
-    path = folder / f"{source.name}.json"
-    if not path.exists():
-        return None
-    fields = json.loads(path.read_text())
-    if (version := fields.get("version")) != INDEX_VERSION:
-        raise PromptError(
-            "a source index of another version", where=path, expected=INDEX_VERSION, got=version, remedy="delete it"
-        )
-    return SourceIndex(**{**fields, "starts": tuple(fields["starts"]), "repeats": tuple(fields["repeats"])})
-
-
-def _table(folder: Path, source: Source) -> Path:
-    return folder / f"{source.name}.parquet"
-
-
-def _hashes(folder: Path, source: Source) -> tuple[list[str], list[str | None]]:
-    """For each row its sha256, and the row that it repeats."""
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(_table(folder, source), columns=["sha256", "duplicate_of"])
-    return table["sha256"].to_pylist(), table["duplicate_of"].to_pylist()
+    return index if (index.path, index.files) == (str(source.path), files) else None
 
 
 def _repeats_hold(folder: Path, source: Source, sources: Sequence[Source]) -> bool:
     """Whether each row that repeats another still does, and that other row repeats none."""
-    first_of = _first_rows(folder, sources)
-    return all(repeats is None or first_of.get(sha) == repeats for sha, repeats in zip(*_hashes(folder, source), strict=True))
-
-
-def _first_rows(folder: Path, sources: Sequence[Source]) -> dict[str, str]:
-    """sha256 of each row that repeats no other → where it stands."""
-    first_of: dict[str, str] = {}
-    for source in sources:
-        columns = enumerate(zip(*_hashes(folder, source), strict=True))
-        first_of |= {sha: f"{source.name}:{number}" for number, (sha, repeats) in columns if repeats is None}
-    return first_of
+    first_rows = FirstRows(folder, [one.name for one in sources])
+    return all(repeats is None or first_rows.name(sha) == repeats for _, sha, repeats in read_hashes(folder, source.name))
 
 
 def _build(folder: Path, source: Source, partitioning: Partitioning, sources: Sequence[Source]) -> SourceIndex:
     """Read the whole source once, and note which rows repeat one of any source; empty rows repeat nothing."""
-    import pyarrow as pa
-
-    others = [other for other in sources if other != source and _read_index(folder, other) is not None]
-    first_of = _first_rows(folder, others)
-    stat = source.path.stat()
-    offsets: list[int] = []
-    sizes: list[int] = []
-    hashes: list[str] = []
-    repeats: list[str | None] = []
+    others = [other.name for other in sources if other != source and read_index(folder, other.name) is not None]
+    first_rows = FirstRows(folder, others)
+    first_rows.begin(source.name)
+    files = data_files(source.path)
     starts: list[int] = []
-    rows_here = tokens_here = 0
-    for offset, raw in _lines(source.path):
-        number, sha = len(offsets), hashlib.sha256(raw).hexdigest()
-        tokens = len(raw) // _BYTES_PER_TOKEN
-        if not starts or rows_here == partitioning.rows or tokens_here + tokens > partitioning.tokens:
-            starts.append(number)
-            rows_here = tokens_here = 0
-        rows_here, tokens_here = rows_here + 1, tokens_here + tokens
-        name = f"{source.name}:{number}"
-        first = first_of.setdefault(sha, name) if raw.strip() else name
-        offsets.append(offset)
-        sizes.append(len(raw))
-        hashes.append(sha)
-        repeats.append(None if first == name else first)
-    table = pa.table(
-        {
-            "offset": pa.array(offsets, pa.int64()),
-            "bytes": pa.array(sizes, pa.int64()),
-            "sha256": pa.array(hashes, pa.string()),
-            "duplicate_of": pa.array(repeats, pa.string()),
-        }
-    )
-    replace_table(_table(folder, source), table)
-    named = {repeated.rpartition(":")[0] for repeated in repeats if repeated} - {source.name}
+    named: set[str] = set()
+    number = rows_here = tokens_here = 0
+    with writing_entries(folder, source.name) as write:
+        for place, file in enumerate(files):
+            for offset, size, sha, blank in find_rows(file):
+                tokens = size // _BYTES_PER_TOKEN
+                if not starts or rows_here == partitioning.rows or tokens_here + tokens > partitioning.tokens:
+                    starts.append(number)
+                    rows_here = tokens_here = 0
+                rows_here, tokens_here = rows_here + 1, tokens_here + tokens
+                repeats = None if blank else first_rows.repeated(sha, number)
+                named |= {repeats.rpartition(":")[0]} if repeats else set()
+                write(Entry(place, offset, size, sha, repeats))
+                number += 1
     index = SourceIndex(
         INDEX_VERSION,
         str(source.path),
-        stat.st_size,
-        stat.st_mtime_ns,
-        len(offsets),
+        files,
+        number,
         partitioning.rows,
         partitioning.tokens,
         tuple(starts),
-        tuple(sorted(named)),
+        tuple(sorted(named - {source.name})),
     )
-    write_atomic(folder / f"{source.name}.json", json.dumps(asdict(index)))
+    write_index(folder, source.name, index)
     return index
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of every line; line ends are taken off, and a mark at the beginning of the file."""
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            raw = line.removesuffix(b"\n").removesuffix(b"\r")
-            mark = len(b"\xef\xbb\xbf") if offset == 0 and raw.startswith(b"\xef\xbb\xbf") else 0
-            yield offset + mark, raw[mark:]
-            offset += len(line)

@@ -1,0 +1,75 @@
+"""Rows of one partition → prompts: parsed, rendered, tokenised in one batch, and filtered; each is one or has a reason.
+
+A row gives several where the template rewrites history: one for each turn that is trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hs_assets.samples.conversations import Conversation, Dropped, Text, Tokenized
+from hs_assets.samples.filters import PromptLimits, check_turns, fit
+from hs_assets.samples.formats import ParsedRow, parse_row
+from hs_assets.samples.masks import Rendered, render_conversation, render_text, tokenize
+from hs_assets.samples.prompts import Prompt, PromptPartition, PromptRow
+from hs_assets.samples.sources import Source, SourceRow
+from hs_assets.samples.tokenizer import ChatTokenizer
+from hs_assets.wire.dump import token_sha256
+from hs_assets.wire.rid import sample_id
+
+PROMPTS_VERSION = 2
+"""Changes when the same rows would give other prompts."""
+
+_Made = Rendered | Tokenized | Dropped
+
+
+def make_partition(
+    key: str, source: Source, rows: Sequence[SourceRow], tokenizer: ChatTokenizer, limits: PromptLimits
+) -> PromptPartition:
+    """The prompts of a partition, numbered over all that its rows give."""
+    parsed = [_parse(row, source.format) for row in rows]
+    made = [(row, one, each) for row, one in zip(rows, parsed, strict=True) for each in _render(one, tokenizer, limits)]
+    tokenized = iter(tokenize([each for _, _, each in made if isinstance(each, Rendered)], tokenizer))
+    prompts = []
+    for number, (row, one, each) in enumerate(made):
+        content = _fit(number, next(tokenized) if isinstance(each, Rendered) else each, limits)
+        turn = each.turn if isinstance(each, Rendered) else None
+        prompts.append(PromptRow(sample_id(key, number), number, row.number, row.sha256, content, turn, one.format, one.unread))
+    facts = (PROMPTS_VERSION, tokenizer.template_sha256, tokenizer.tokenizer_sha256, asdict(limits), source.format)
+    # The prompts themselves too: a template may look at the clock.
+    identity = json.dumps([facts, [(row.source_sha256, row.turn, _identity(row.content)) for row in prompts]])
+    version = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, tuple(prompts))
+
+
+def _parse(row: SourceRow, row_format: str) -> ParsedRow:
+    parsed = parse_row(row.raw, row_format)
+    if row.duplicate_of is None:
+        return parsed
+    return ParsedRow(Dropped("duplicate", f"the same bytes as {row.duplicate_of}"), parsed.format, parsed.unread)
+
+
+def _render(parsed: ParsedRow, tokenizer: ChatTokenizer, limits: PromptLimits) -> Sequence[_Made]:
+    content = parsed.content
+    if isinstance(content, Conversation):
+        refused = check_turns(content, limits.role_order)
+        rendered = refused or render_conversation(content, tokenizer, limits.supervise)
+        return [rendered] if isinstance(rendered, Dropped) else rendered
+    return [render_text(content.text, tokenizer) if isinstance(content, Text) else content]
+
+
+def _fit(number: int, made: Tokenized | Dropped, limits: PromptLimits) -> Prompt | Dropped:
+    kept = made if isinstance(made, Dropped) else fit(made, limits)
+    if isinstance(kept, Dropped):
+        return kept
+    ids, mask = kept
+    return Prompt(number, ids, mask, token_sha256(ids.tobytes()))
+
+
+def _identity(content: Prompt | Dropped) -> tuple[str, str]:
+    if isinstance(content, Dropped):
+        return content.reason, content.detail
+    return content.token_sha256, hashlib.sha256(content.loss_mask.tobytes()).hexdigest()
