@@ -17,6 +17,7 @@ try:
 except ImportError:
     sys.exit("hs-assets: the commands need more than the reader: pip install 'hs-assets[pipeline]'")
 
+from hs_assets.cli_exports import export
 from hs_assets.cli_prompts import prompts
 from hs_assets.config import DEFAULT_HOME, Project, load_project
 from hs_assets.errors import HsAssetsError
@@ -66,6 +67,7 @@ def main() -> None:
 
 
 main.add_command(prompts)
+main.add_command(export)
 
 
 @main.command()

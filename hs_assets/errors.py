@@ -13,6 +13,7 @@ HsAssetsError
 ├── PromptError            a source or tokenizer cannot be used
 ├── StoreError             the store does not hold what it should
 │   └── StoreVersionError  it was written by a newer version
+├── ExportError            samples cannot be exported as asked
 └── ExtractionError        a partition could not be completed
     └── SpecChangedError   the configuration is not the one recorded by `layer_set`
 """
@@ -98,6 +99,10 @@ class StoreError(HsAssetsError):
 
 class StoreVersionError(StoreError):
     """The store was written by a newer version."""
+
+
+class ExportError(HsAssetsError):
+    """Samples cannot be exported as asked."""
 
 
 class ExtractionError(HsAssetsError):

@@ -34,6 +34,14 @@ def write_final_norm(paths: StorePaths, weight_fingerprint: str, model_class: st
     _write_once(paths.model(weight_fingerprint), {"final_norm_weight": weight.astype(np.float32)}, attributes)
 
 
+def read_final_norm(paths: StorePaths, weight_fingerprint: str) -> tuple[np.ndarray, float] | None:
+    """A model's final norm, weight float32 [H] and eps, as it was written; None where it is not known."""
+    if not paths.model(weight_fingerprint).exists():
+        return None
+    group = zarr.open_group(paths.model(weight_fingerprint), mode="r")
+    return np.asarray(group["final_norm_weight"]), float(str(group.attrs["eps"]))
+
+
 def _write_once(destination: Path, arrays: dict[str, np.ndarray], attributes: dict[str, object]) -> None:
     if destination.exists():
         return

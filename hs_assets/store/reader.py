@@ -128,6 +128,12 @@ class Store:
 
     def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
         """A sample, read whole."""
+        ids, mask = self.ids_and_mask(manifest, sample)
+        states = self._states(manifest, sample, None, slice(None))
+        return Eagle3Sample(sample.sample_id, ids, mask, states, lineage(manifest, sample))
+
+    def ids_and_mask(self, manifest: Manifest, sample: StoredSample) -> tuple[np.ndarray, np.ndarray]:
+        """``input_ids`` int32 [L] and ``loss_mask`` bool [L] of a sample, which are those that the manifest claims."""
         part = sample.parts[0]
         try:
             ids = np.asarray(self._group(manifest, part)["input_ids"][part.offset : part.offset + sample.tokens], "<i4")
@@ -139,9 +145,7 @@ class Store:
         if seen != claimed:
             problem = "ids or mask are not those of the manifest"
             raise StoreError(problem, where=sample.sample_id, expected=claimed, got=seen, remedy=_REMEDY)
-        return Eagle3Sample(
-            sample.sample_id, ids, mask, self._states(manifest, sample, None, slice(None)), lineage(manifest, sample)
-        )
+        return ids, mask
 
     def _states(
         self, manifest: Manifest, sample: StoredSample, layers: tuple[int, ...] | None, tokens: slice
