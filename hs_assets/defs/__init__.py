@@ -5,5 +5,6 @@ partitions.py  one partition a shard of prompts
 layer_set.py   what is to be extracted, recorded: asset `layer_set`
 prompts.py     rows → token ids and masks: asset `prompts`
 extraction.py  one step, two assets: `raw_dumps` and `eagle3_samples`, with their checks
+exports.py     files for trainers, and the draft vocabulary
 demo.py        the demo, through a real instance
 """

@@ -3,6 +3,7 @@
 import dagster as dg
 
 from hs_assets.config import Project
+from hs_assets.defs.exports import build_exports
 from hs_assets.defs.extraction import RAW_DUMPS, SAMPLES, build_extraction
 from hs_assets.defs.layer_set import layer_set
 from hs_assets.defs.partitions import prompt_partitions
@@ -15,7 +16,7 @@ def build_definitions(project: Project) -> dg.Definitions:
     partitions = prompt_partitions(project)
     prompts = build_prompts(partitions)
     return dg.Definitions(
-        assets=[layer_set, prompts, build_extraction(partitions)],
+        assets=[layer_set, prompts, build_extraction(partitions), *build_exports(partitions)],
         jobs=[
             dg.define_asset_job("record_layer_set", [layer_set], description="Record what is to be extracted."),
             dg.define_asset_job("extract", [prompts.key, RAW_DUMPS, SAMPLES], description="One partition, from rows to samples."),

@@ -15,7 +15,7 @@ import numpy as np
 
 from hs_assets.errors import ExportError
 from hs_assets.exports.final_norm import FinalNorm, final_norm_of
-from hs_assets.exports.folder import ALL, MANIFEST, ExportFolder, file_sha256, read_manifest, write_manifest
+from hs_assets.exports.folder import ALL, MANIFEST, ExportFolder, file_sha256, files_in, read_manifest, write_manifest
 from hs_assets.exports.trainer import ExportSample, Trainer
 from hs_assets.store import Store
 from hs_assets.store.manifest import Manifest, StoredSample
@@ -99,15 +99,17 @@ def export_partition(store: Store, manifest: Manifest, trainer: Trainer, folder:
     layer_ids = trainer.layer_ids(layer_set)
     norm = final_norm_of(store.paths, manifest) if trainer.post_norm else None
     source, place = _source_sha256(manifest, trainer, norm), folder.partition(manifest.partition)
-    before = read_manifest(place / MANIFEST)
-    why = _difference(place, before, source, progress)
-    if why is None and before is not None:
-        return _exported(manifest, "identical", "", before, place)
     with folder.staging(manifest.partition) as staging:
+        before = read_manifest(place / MANIFEST)
+        why = _difference(place, before, source, progress)
+        if why is None and before is not None:
+            return _exported(manifest, "identical", "", before, place)
         files = []
         for sample, path in trainer.write(staging, _samples(store, manifest, layer_set, norm)):
             files.append((sample.sample_id, int(sample.loss_mask[1:].sum()), path.relative_to(staging), file_sha256(path)))
             progress(sample.sample_id, len(sample.input_ids))
+        samples = [_record(entry, *written, staging) for entry, written in zip(manifest.samples, files, strict=True)]
+        of_samples = {sample["file"] for sample in samples}
         body = {
             **identity(manifest, trainer),
             "partition": manifest.partition,
@@ -120,10 +122,9 @@ def export_partition(store: Store, manifest: Manifest, trainer: Trainer, folder:
             "prompts": dataclasses.asdict(manifest.prompts),
             "ledger": manifest.ledger.as_json(),
             "source_sha256": source,
-            "samples": [
-                _record(entry, *written, staging) for entry, written in zip(manifest.samples, files, strict=True)
-            ],
-        }  # fmt: skip
+            "samples": samples,
+            "other_files": {name: file_sha256(staging / name) for name in sorted(files_in(staging) - of_samples)},
+        }
         write_manifest(staging / MANIFEST, body)
         if why:
             folder.discard(ALL)  # its rows would be those of before
@@ -196,12 +197,15 @@ def _difference(place: Path, before: dict[str, Any] | None, source: str, progres
         )
     if before["source_sha256"] != source:
         return "its samples, masks or states are other ones now"
+    exported = {entry["file"]: entry["sha256"] for entry in before["samples"]} | before["other_files"]
+    if changed := files_in(place) ^ {*exported, MANIFEST}:
+        return f"{min(changed)} is {'gone' if min(changed) in exported else 'no file of the export'}"
     for entry in before["samples"]:
-        path = place / entry["file"]
-        if not path.exists() or file_sha256(path) != entry["sha256"]:
+        if file_sha256(place / entry["file"]) != entry["sha256"]:
             return f"{entry['file']} is not as it was exported"
         progress(entry["sample_id"], entry["tokens"])
-    return None
+    other = (name for name, sha256 in before["other_files"].items() if file_sha256(place / name) != sha256)
+    return next((f"{name} is not as it was exported" for name in other), None)
 
 
 def _exported(

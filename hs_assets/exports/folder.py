@@ -132,6 +132,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def files_in(folder: Path) -> set[str]:
+    """All files in a folder and below, by their paths in it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
 def _remove(folder: Path) -> None:
     if folder.exists():
         remove_tree(folder)

@@ -8,7 +8,8 @@
 | ``aux_hidden_state`` | [1, L, 3·H] |
 
 Its trainer moves the ids and the final states left by one and leaves the mask, so that position i takes the auxiliary states
-of token i, the embedding of token i + 1, and the target's prediction after token i + 1: the mask must be that of token i + 1.
+of token i, the embedding of token i + 1, and the target's prediction after that: the mask must be that of token i + 1. A later
+SpecForge that moves the mask itself would move it twice; the manifest says for which version the files are.
 """
 
 from __future__ import annotations

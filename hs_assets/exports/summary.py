@@ -11,7 +11,7 @@ from typing import Any
 from hs_assets.errors import ExportError
 from hs_assets.exports import speculators
 from hs_assets.exports.export import Exported, identity
-from hs_assets.exports.folder import ALL, MANIFEST, ExportFolder, read_manifest, write_manifest
+from hs_assets.exports.folder import ALL, MANIFEST, ExportFolder, file_sha256, read_manifest, write_manifest
 from hs_assets.exports.trainer import Trainer
 from hs_assets.exports.vocabulary import VocabularyMapping
 from hs_assets.store.layout import replace_file
@@ -80,13 +80,18 @@ def finish(
 def combine(folder: ExportFolder) -> int:
     """Make ``all/``, one dataset of speculators over all exported partitions, its states linked; returns its rows.
 
+    Nothing is done where it is of just these partitions already.
+
     Raises:
         ExportError: the folder is no export for speculators.
     """
     body = read_manifest(folder.manifest)
     if body is None or body["trainer"] != speculators.SPECULATORS.name:
         raise ExportError("this is no export for speculators", where=folder.root, got=body and body["trainer"])
-    rows = 0
+    place, rows = folder.root / ALL, 0
+    before = read_manifest(place / MANIFEST)
+    if before is not None and before["of"] == body and before["dataset_sha256"] == file_sha256(place / speculators.ARROW):
+        return int(before["rows"])
     with folder.staging(ALL) as staging:
         (staging / speculators.STATES).mkdir()
 
@@ -103,7 +108,8 @@ def combine(folder: ExportFolder) -> int:
         speculators.write_dataset(staging, tables())
         for path in folder.root.glob("*.npy"):  # where the trainer looks for the vocabulary mapping
             (staging / path.name).symlink_to(Path("..", path.name))
-        write_manifest(staging / MANIFEST, {**body, "rows": rows})
+        dataset_sha256 = file_sha256(staging / speculators.ARROW)
+        write_manifest(staging / MANIFEST, {"of": body, "rows": rows, "dataset_sha256": dataset_sha256})
         folder.publish(staging, ALL)
     return rows
 
