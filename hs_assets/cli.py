@@ -1,4 +1,4 @@
-"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``status``, ``lineage``, ``verify``."""
+"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``prompts``, ``status``, ``lineage``, ``export``, ``verify``."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _export(
                 export_partition(store, manifest, trainer, folder, lambda _, tokens: bar.update(tokens)) for manifest in manifests
             )
     finally:
-        body = finish(folder, trainer, store.manifests(chosen), done, mapping)
+        body = finish(folder, trainer, manifests[0], done, mapping)
     rows = combine(folder) if trainer is SPECULATORS else None
     if as_json:
         click.echo(json.dumps({**body, "exported": [asdict(one) for one in done]}))

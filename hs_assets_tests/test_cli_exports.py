@@ -133,9 +133,9 @@ def test_exports_are_assets(project: Project, instance: dg.DagsterInstance) -> N
     vocabulary = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=100)
     sha256 = vocabulary.metadata["sha256"].value
     for key in exports:
-        for partition, states in LENGTHS.items():
+        for partition in LENGTHS if key == exports[1] else ["rows-00000"]:
             made = materialize(key, partition)
-            assert (made.metadata["state"].value, made.metadata["samples"].value) == ("written", len(states))
+            assert (made.metadata["state"].value, made.metadata["samples"].value) == ("written", len(LENGTHS[partition]))
             assert made.metadata["vocabulary mapping"].value["sha256"] == sha256
             assert len(list(Path(made.metadata["path"].value).iterdir())) > 1
     assert materialize(exports[0], "rows-00000").metadata["state"].value == "identical"

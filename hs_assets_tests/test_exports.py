@@ -41,7 +41,7 @@ def export(
     manifests, folder = choose_manifests(store, layer_set, partitions), ExportFolder(root)
     begin(folder, manifests[0], trainer)
     exported = [export_partition(store, manifest, trainer, folder, lambda *_: None) for manifest in manifests]
-    finish(folder, trainer, manifests, exported, None)
+    finish(folder, trainer, manifests[0], exported, None)
     return exported
 
 

@@ -68,7 +68,7 @@ def everything(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) ->
         folder = ExportFolder(root / trainer.name)
         begin(folder, manifests[0], trainer)
         exported = [export_partition(store, manifest, trainer, folder, lambda *_: None) for manifest in manifests]
-        finish(folder, trainer, manifests, exported, mappings[DRAFT_SIZES[0]])
+        finish(folder, trainer, manifests[0], exported, mappings[DRAFT_SIZES[0]])
     assert combine(ExportFolder(root / "speculators")) == len(samples)
     finals = np.concatenate([bits(sample.states[LAYERS.final]) for sample in samples])
     np.savez(work / "states.npz", bits=finals, weight=NORM_WEIGHT, eps=EPS)

@@ -98,7 +98,7 @@ Materialised again it leaves alone what is identical, byte for byte, and replace
         begin(folder, manifest, trainer)
         check_room(store, [manifest], folder)
         exported = export_partition(store, manifest, trainer, folder, lambda *_: None)
-        body = finish(folder, trainer, store.manifests(layer_set), [exported], mapping)
+        body = finish(folder, trainer, manifest, [exported], mapping)
         stale = body["vocabulary"] and body["vocabulary"]["stale"]
         if stale:
             context.log.warning("the vocabulary mapping is stale: %s", stale)

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hs_assets.errors import ExportError
+from hs_assets.errors import ExportError, StoreError
 from hs_assets.exports.final_norm import FinalNorm, final_norm_of
 from hs_assets.exports.folder import ALL, MANIFEST, ExportFolder, file_sha256, files_in, read_manifest, write_manifest
 from hs_assets.exports.trainer import ExportSample, Trainer
+from hs_assets.exports.vocabulary import samples_hash
 from hs_assets.store import Store
 from hs_assets.store.manifest import Manifest, StoredSample
+from hs_assets.store.manifest import read_manifest as read_store_manifest
 from hs_assets.wire.layers import LayerSet
 
 Progress = Callable[[str, int], None]
@@ -27,7 +29,10 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What became of a partition. ``trained_positions``: those whose loss counts, after the trainer's shift."""
+    """What became of a partition.
+
+    ``trained_positions``: those whose loss counts, after the trainer's shift; ``samples_hash``: what a vocabulary knows it by.
+    """
 
     partition: str
     state: Literal["written", "identical", "replaced"]
@@ -36,6 +41,7 @@ class Exported:
     tokens: int
     trained_positions: int
     bytes: int
+    samples_hash: str
     source_sha256: str
     manifest_sha256: str
 
@@ -44,18 +50,22 @@ def choose_manifests(store: Store, layer_set_id: str, partitions: Sequence[str] 
     """The manifests to export, in the order in which trainers find their folders; by default all of the layer set.
 
     Raises:
+        StoreError: there is no such layer set.
         ExportError: one of `partitions` is not stored, no sample is, or their states are of different specs.
     """
-    stored = {manifest.partition: manifest for manifest in store.manifests(layer_set_id)}
-    if missing := set(partitions) - stored.keys():
+    if layer_set_id not in store.layer_sets():
+        raise StoreError("no such layer set in the store", where=store.paths.root, expected=store.layer_sets(), got=layer_set_id)
+    there = [path.stem for path in store.paths.manifests(layer_set_id)]
+    if missing := set(partitions) - set(there):
         raise ExportError(
             "these partitions are not stored in this layer set",
             where=layer_set_id,
-            expected=f"some of {len(stored)} partitions: {', '.join(sorted(stored)[:5])} …",
+            expected=f"some of {len(there)} partitions: {', '.join(there[:5])} …",
             got=sorted(missing),
             remedy="hs-assets status lists them",
         )
-    chosen = [stored[key] for key in sorted(partitions or stored, key=lambda key: f"{key}/")]
+    keys = sorted(set(partitions or there), key=lambda key: f"{key}/")
+    chosen = [read_store_manifest(store.paths.manifest(layer_set_id, key)) for key in keys]
     if not any(manifest.samples for manifest in chosen):
         raise ExportError("there are no samples to export", where=layer_set_id, got=[m.ledger.as_json() for m in chosen][:3])
     specs = {manifest.state_fingerprint: manifest.partition for manifest in chosen}
@@ -220,6 +230,7 @@ def _exported(
         tokens=sum(sample["tokens"] for sample in samples),
         trained_positions=sum(sample["trained_positions"] for sample in samples),
         bytes=sum(sample["bytes"] for sample in samples),
+        samples_hash=samples_hash(manifest),
         source_sha256=body["source_sha256"],
         manifest_sha256=file_sha256(place / MANIFEST),
     )

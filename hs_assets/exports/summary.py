@@ -45,28 +45,28 @@ def begin(folder: ExportFolder, manifest: Manifest, trainer: Trainer) -> None:
 def finish(
     folder: ExportFolder,
     trainer: Trainer,
-    manifests: Sequence[Manifest],
+    manifest: Manifest,
     exported: Sequence[Exported],
     mapping: VocabularyMapping | None,
 ) -> dict[str, Any]:
     """Write what lies beside the partitions, now that `exported` are there; returns what the export's manifest says.
 
     Arguments:
-        manifests: of the store, all of the layer set, to say whether the mapping is stale.
+        manifest: the store's, of any of these partitions.
         mapping: the vocabulary mapping, if one was made.
     """
-    layer_ids = trainer.layer_ids(LayerSet.parse(manifests[0].layer_set))
+    layer_ids = trainer.layer_ids(LayerSet.parse(manifest.layer_set))
     with folder.locked(_LOCK):
         before = read_manifest(folder.manifest) or {"partitions": {}}
         partitions = {**before["partitions"], **{one.partition: _entry(one) for one in exported}}
         there = {key: entry for key, entry in partitions.items() if folder.partition(key).exists()}
         body = {
-            **identity(manifests[0], trainer),
+            **identity(manifest, trainer),
             "samples": sum(entry["samples"] for entry in there.values()),
             "tokens": sum(entry["tokens"] for entry in there.values()),
             "trained_positions": sum(entry["trained_positions"] for entry in there.values()),
             "bytes": sum(entry["bytes"] for entry in there.values()),
-            "vocabulary": None if mapping is None else _vocabulary_entry(mapping, manifests),
+            "vocabulary": None if mapping is None else _vocabulary_entry(mapping, there),
             "partitions": dict(sorted(there.items(), key=lambda item: f"{item[0]}/")),
         }
         config = trainer.config(layer_ids, None if mapping is None else len(mapping.ids))
@@ -118,13 +118,13 @@ def _entry(exported: Exported) -> dict[str, object]:
     return {key: value for key, value in asdict(exported).items() if key not in ("partition", "state", "why")}
 
 
-def _vocabulary_entry(mapping: VocabularyMapping, manifests: Sequence[Manifest]) -> dict[str, object]:
+def _vocabulary_entry(mapping: VocabularyMapping, partitions: dict[str, Any]) -> dict[str, object]:
     return {
         "sha256": mapping.sha256,
         "draft_size": len(mapping.ids),
         "target_size": mapping.target_size,
         "covered": mapping.covered_tokens / mapping.supervised_tokens,
-        "stale": mapping.stale(manifests),
+        "stale": mapping.stale({key: entry["samples_hash"] for key, entry in partitions.items()}),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ class VocabularyMapping:
         target_size: V.
         supervised_tokens: how many supervised tokens there were, and ``covered_tokens`` of them are in the vocabulary.
         supervised_ids: how many different ids they had; where fewer than D, the lowest other ids fill it up.
-        made_from: partition → hash of the samples that were counted.
+        made_from: partition → `samples_hash` of what was counted of it.
     """
 
     ids: tuple[int, ...]
@@ -62,11 +62,10 @@ class VocabularyMapping:
         """Hash of the two mappings."""
         return hashlib.sha256(self.d2t.astype("<i8").tobytes() + self.t2d.tobytes()).hexdigest()
 
-    def stale(self, manifests: Sequence[Manifest]) -> str | None:
-        """What is different in the samples of today from those that were counted, if anything is."""
-        now = _made_from(manifests)
-        changed = [key for key in now if key in self.made_from and now[key] != self.made_from[key]]
-        kinds = {"new": now.keys() - self.made_from.keys(), "changed": changed, "gone": self.made_from.keys() - now.keys()}
+    def stale(self, partitions: Mapping[str, str]) -> str | None:
+        """Which of these partitions (partition → `samples_hash`) were not counted, or not as they are now; None if all were."""
+        changed = [key for key, now in partitions.items() if self.made_from.get(key, now) != now]
+        kinds = {"new": partitions.keys() - self.made_from.keys(), "changed": changed}
         said = [f"{len(keys)} {kind} ({', '.join(sorted(keys)[:3])})" for kind, keys in kinds.items() if keys]
         return f"partitions since it was made: {', '.join(said)}" if said else None
 
@@ -113,7 +112,7 @@ def make_mapping(
         supervised_tokens=int(counts.sum()),
         covered_tokens=int(counts[most_first].sum()),
         supervised_ids=int(np.count_nonzero(counts)),
-        made_from=_made_from(manifests),
+        made_from={manifest.partition: samples_hash(manifest) for manifest in manifests},
     )
 
 
@@ -161,11 +160,7 @@ def find_mapping(path: Path) -> VocabularyMapping | None:
     return mapping
 
 
-def _made_from(manifests: Sequence[Manifest]) -> dict[str, str]:
-    """Partition → hash of its prompts' version and of the samples stored of it."""
-    return {
-        manifest.partition: hashlib.sha256(
-            json.dumps([manifest.prompts.version, [sample.sample_id for sample in manifest.samples]]).encode()
-        ).hexdigest()[:16]
-        for manifest in manifests
-    }
+def samples_hash(manifest: Manifest) -> str:
+    """Hash of which samples a partition has stored, of which version of its prompts."""
+    samples = [manifest.prompts.version, [sample.sample_id for sample in manifest.samples]]
+    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:16]
