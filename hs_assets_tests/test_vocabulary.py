@@ -51,6 +51,11 @@ def test_the_most_frequent_supervised_ids_are_chosen(tmp_path: Path) -> None:
     assert (mapping.supervised_tokens, mapping.covered_tokens, mapping.supervised_ids) == (8, 5, 4)
 
 
+def test_among_equals_the_lower_ids_are_chosen(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).permutation(np.arange(50, 1050))
+    assert make(store_of(tmp_path, sample("chats-00000/0000", ids.tolist())), 100, 2000).ids == tuple(range(50, 150))
+
+
 def test_a_draft_vocabulary_larger_than_the_supervised_ids_is_filled_up(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).permutation(163_840)[:6054]
     mapping = make(store_of(tmp_path, sample("chats-00000/0000", ids.tolist())), 32_000, 163_840)

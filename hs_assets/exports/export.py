@@ -137,7 +137,8 @@ def export_partition(store: Store, manifest: Manifest, trainer: Trainer, folder:
         }
         write_manifest(staging / MANIFEST, body)
         if why:
-            folder.discard(ALL)  # its rows would be those of before
+            with folder.locked(ALL):
+                folder.discard(ALL)  # its rows would be those of before
         folder.publish(staging, manifest.partition)
     return _exported(manifest, "replaced" if why else "written", why or "", body, place)
 

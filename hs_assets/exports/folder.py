@@ -87,8 +87,9 @@ class ExportFolder:
                     continue
                 held.enter_context(file)
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-                    break  # else its holder removed it
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                        break  # else its last holder removed it
             try:
                 yield
             finally:
