@@ -49,6 +49,9 @@ def export() -> None:
 def specforge(destination: Path, partitions: tuple[str, ...], **project: Any) -> None:
     """SpecForge, offline: DEST/<partition>/data_<row>.ckpt, with the final state after the norm.
 
+    Its trainer shifts ids and states but not the mask, so the mask is shifted here. Make the vocabulary before (hs-assets export
+    vocabulary) and set model.vocab_mapping_path to DEST/vocab_mapping/vocab_mapping.pt: it would count by the shifted mask.
+
     \b
     hs-assets export specforge /data/specforge
     hs-assets export specforge /data/try --partition chats-00000 --partition chats-00001

@@ -10,6 +10,9 @@
 Its trainer moves the ids and the final states left by one and leaves the mask, so that position i takes the auxiliary states
 of token i, the embedding of token i + 1, and the target's prediction after that: the mask must be that of token i + 1. A later
 SpecForge that moves the mask itself would move it twice; the manifest says for which version the files are.
+
+Where it is given no vocabulary mapping it counts the ids under this mask, which are those before the supervised ones: make
+the mapping here, and name it in ``model.vocab_mapping_path``.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ def make_mapping(
         )
     counts = np.zeros(target_size, np.int64)
     for manifest in manifests:
+        supervised = [np.empty(0, np.int32)]
         for sample in manifest.samples:
             ids, mask = store.ids_and_mask(manifest, sample)
             if ids.min() < 0 or ids.max() >= target_size:
@@ -101,7 +102,8 @@ def make_mapping(
                     got=f"{ids.min()} to {ids.max()}",
                     remedy="this is another model than the samples are of",
                 )
-            counts += np.bincount(ids[mask], minlength=target_size)
+            supervised.append(ids[mask])
+        counts += np.bincount(np.concatenate(supervised), minlength=target_size)
         progress()
     if not counts.any():
         raise ExportError("there are no supervised tokens to make a vocabulary from", where=store.paths.root)
