@@ -1,4 +1,4 @@
-"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``status``, ``lineage``, ``verify``."""
+"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``status``, ``lineage``, ``show``, ``verify``."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def main() -> None:
     hs-assets demo                        everything once, on this machine, without a GPU
     hs-assets status --json               the ledger of every partition
     hs-assets lineage demo-00000/0000     where a sample came from
+    hs-assets show demo-00000/0000        its text, with what is supervised
     """
 
 
@@ -251,6 +252,43 @@ def lineage(home: Path | None, config: str | None, as_json: bool, sample_id: str
         click.echo(json.dumps(dataclasses.asdict(record)))
     else:
         make_console().print(lineage_tree(record))
+
+
+@main.command()
+@_project_options
+@_json_option
+@click.option("--ids", is_flag=True, help="A line for every token, with its id.")
+@click.option("--no-color", is_flag=True, help="What is supervised in ⟦ ⟧ instead of colour; so it is where nobody watches.")
+@click.argument("sample_id")
+def show(home: Path | None, config: str | None, as_json: bool, ids: bool, no_color: bool, sample_id: str) -> None:
+    """A row as the model sees it, what is supervised in colour; what is stored of it. Exit status 2 where there is none.
+
+    \b
+    hs-assets show demo-00000/0003
+    hs-assets show demo-00000/0003 --ids --no-color
+    hs-assets show demo-00000/0003 --json | jq '.states'
+    """
+    from hs_assets.console import make_console, shown_row
+    from hs_assets.samples.show import UnknownSampleError, find_row, show_row
+    from hs_assets.samples.tokenizer import load_tokenizer
+    from hs_assets.store import open_store
+
+    project = load_project(home, config)
+    try:
+        partition, row = find_row(project.home.prompts, sample_id)
+    except UnknownSampleError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    model = project.settings.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    store = open_store(project.store_path) if project.store_path.exists() else None
+    shown = show_row(partition, row, tokenizer, project.home.prompts / "index", store)
+    if as_json:
+        click.echo(json.dumps(shown.as_json()))
+        return
+    console = make_console()
+    colour = console.is_terminal and not console.no_color and not no_color
+    console.print(shown_row(shown, colour=colour, ids=ids), soft_wrap=True)
 
 
 @main.command()

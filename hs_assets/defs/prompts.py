@@ -9,9 +9,11 @@ from hs_assets.defs.project import ProjectResource
 from hs_assets.extraction.status import sources
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.model import read_model_facts
-from hs_assets.samples.prompts import PromptLimits, PromptPartition, make_partition, write_partition
+from hs_assets.samples.page import render_page
+from hs_assets.samples.prompts import PromptLimits, PromptPartition, make_partition, page_path, write_partition
 from hs_assets.samples.sources import read_partition
 from hs_assets.samples.tokenizer import load_tokenizer
+from hs_assets.wire.records import write_atomic
 
 
 def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefinition:
@@ -33,18 +35,24 @@ def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefiniti
         rows = read_partition(loaded.home.prompts / "index", source, key)
         limits = PromptLimits(min(settings.prompts.max_tokens, facts.context_length - 1), facts.vocab_size)
         made = make_partition(key, source, rows, tokenizer, limits)
-        path = write_partition(made, loaded.home.prompts)
+        path, page = write_partition(made, loaded.home.prompts), page_path(loaded.home.prompts, key)
+        write_atomic(page, render_page(made, tokenizer))
         dropped = sum(made.dropped.values())
         context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(rows), made.dropped)
         limit = settings.prompts.max_dropped_share
         if dropped > limit * len(rows):
             raise dg.Failure(
                 f"{dropped} of {len(rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
-                metadata={"dropped": dg.JsonMetadataValue(made.dropped), "dropped rows": _dropped_table(made)},
+                metadata={
+                    "dropped": dg.JsonMetadataValue(made.dropped),
+                    "dropped rows": _dropped_table(made),
+                    "page": dg.MetadataValue.path(page),
+                },
                 allow_retries=False,
             )
         yield dg.MaterializeResult(
-            data_version=dg.DataVersion(made.version), metadata={**_metadata(made), "path": dg.MetadataValue.path(path)}
+            data_version=dg.DataVersion(made.version),
+            metadata={**_metadata(made), "path": dg.MetadataValue.path(path), "page": dg.MetadataValue.path(page)},
         )
 
     return prompts

@@ -182,6 +182,11 @@ def table_path(folder: Path, key: str) -> Path:
     return folder / f"{key}.parquet"
 
 
+def page_path(folder: Path, key: str) -> Path:
+    """Where the page that shows some of its rows lies."""
+    return folder / f"{key}.html"
+
+
 def _read_row(number: int, entry: dict[str, object]) -> PromptRow:
     content: Prompt | Dropped
     if entry["dropped"] is not None:
