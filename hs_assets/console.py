@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from hs_assets.config import DEFAULT_HOME, Project
 from hs_assets.extraction.status import COMPLETE, PartitionStatus
 from hs_assets.samples.pieces import runs, visible
 from hs_assets.samples.show import ShownRow
@@ -139,6 +144,9 @@ def _facts(shown: ShownRow) -> list[tuple[str, str]]:
         facts += [("row", shown.raw)] if shown.raw is not None else []
     else:
         facts.append(("tokens", f"{shown.tokens:,}, {shown.supervised:,} supervised ({shown.supervised / shown.tokens:.1%})"))
+    if row.origin.finish_reasons:
+        ways = ", ".join(f"{f} ({r})" for f, r in zip(row.origin.finish_reasons, row.origin.renderings, strict=True))
+        facts.append(("answers", f"by {row.origin.answered_by}: {ways}"))
     facts += [
         (f"norm {residual_id}", f"mean {norms.mean:.4g}, {norms.smallest:.4g} to {norms.largest:.4g}")
         for residual_id, norms in shown.norms.items()
@@ -151,6 +159,24 @@ def _facts(shown: ShownRow) -> list[tuple[str, str]]:
     if shown.unstored is not None:
         facts.append((shown.unstored.outcome, f"{shown.unstored.reason}: {shown.unstored.detail}"))
     return facts + [("note", note) for note in shown.notes]
+
+
+def next_steps(project: Project, sample_id: str | None) -> str:
+    """What to type after the demo."""
+    default = project.home.root == Path(DEFAULT_HOME).absolute()
+    here = "" if shutil.which("hs-assets") else os.path.relpath(Path(sys.executable).parent) + "/"
+    home = "" if default else f" --home {project.home.root}"
+    ui = f"{here}dagster dev"
+    if not default:
+        ui = f"HS_ASSETS_HOME={project.home.root} DAGSTER_HOME={project.home.dagster} {ui} -m hs_assets.definitions"
+    steps = [
+        (ui, "the same partitions in the browser, at http://127.0.0.1:3000"),
+        (f"{here}hs-assets status{home}", "the ledger again"),
+        (f"{here}hs-assets lineage {sample_id or 'SAMPLE_ID'}{home}", "where a sample came from"),
+        (f"{here}hs-assets verify{home}", "read and check every stored byte"),
+        (f"{here}hs-assets server stop{home}", "the server stops by itself when nobody uses it"),
+    ]
+    return "\n".join(["what to type next:", *(f"  # {what}\n  {command}" for command, what in steps)])
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -128,8 +128,6 @@ def test_rows_that_hold_no_conversation(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [
-        ([QUESTION], "no_assistant_turn"),
-        ([{"role": "system", "content": "Be brief."}], "no_assistant_turn"),
         ([QUESTION, {**ANSWER, "content": ""}], "empty_turn"),
         ([QUESTION, {**ANSWER, "content": " \n\t"}], "empty_turn"),
         ([{**QUESTION, "content": "\u2003"}, ANSWER], "empty_turn"),
@@ -145,7 +143,7 @@ def test_rows_that_hold_no_conversation(raw: bytes, reason: str) -> None:
         ([{"role": ["user"], "content": "?"}, ANSWER], "unknown_role"),
         ([{"role": "\ud800", "content": "?"}, ANSWER], "unknown_role"),
     ],
-    ids=range(16),
+    ids=range(14),
 )
 def test_turns_that_cannot_be_used(turns: list[Any], reason: str) -> None:
     assert reason_of(dumped({"messages": turns})) == reason
@@ -155,6 +153,10 @@ def test_turns_that_cannot_be_used(turns: list[Any], reason: str) -> None:
 def test_parts_of_a_conversation_that_stand_beside_its_turns_are_not_lost_in_silence(field: dict[str, Any]) -> None:
     """Without them the model would see another prompt than the one that the answer was given to."""
     assert parse_row(dumped({"messages": [QUESTION, ANSWER], **field})) != EXPECTED
+
+
+def test_a_question_without_an_answer_is_a_conversation() -> None:
+    assert parse_row(dumped({"messages": [QUESTION]})) == Conversation((Message("user", QUESTION["content"]),))
 
 
 @pytest.mark.parametrize("field", [{"tools": []}, {"tools": None}, {"system": ""}])

@@ -120,8 +120,8 @@ def _conversation(turns: list[Any]) -> Conversation | Dropped:
         if isinstance(message, Dropped):
             return message
         messages.append(message)
-    if not any(message.role == "assistant" for message in messages):
-        return Dropped("no_assistant_turn", f"roles: {[message.role for message in messages]}")
+    if not messages:
+        return Dropped("no_assistant_turn", "roles: []")
     return Conversation(tuple(messages))
 
 

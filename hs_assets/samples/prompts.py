@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hs_assets.errors import PromptError
-from hs_assets.samples.conversations import Dropped, Tokenized, parse_row
+from hs_assets.samples.answers import Answered
+from hs_assets.samples.conversations import Conversation, Dropped, Tokenized, parse_row
 from hs_assets.samples.masks import tokenize_conversation
+from hs_assets.samples.responses import Responses
 from hs_assets.samples.sources import Source, SourceRow, replace_table
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets.wire.dump import token_sha256
@@ -51,6 +54,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Who wrote the assistant's turns: the source, or a model; then how each of them ended, and how it renders."""
+
+    answered_by: str = "source"
+    finish_reasons: tuple[str, ...] = ()
+    renderings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRow:
     """A row of a partition: where it came from, and its prompt or the reason it has none."""
 
@@ -59,6 +71,7 @@ class PromptRow:
     source_row: int
     source_sha256: str
     content: Prompt | Dropped
+    origin: Origin = Origin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +97,42 @@ class PromptPartition:
 
 
 def make_partition(
-    key: str, source: Source, rows: Sequence[SourceRow], tokenizer: ChatTokenizer, limits: PromptLimits
+    key: str,
+    source: Source,
+    rows: Sequence[SourceRow],
+    tokenizer: ChatTokenizer,
+    limits: PromptLimits,
+    responses: Responses | None = None,
 ) -> PromptPartition:
-    """The prompts of a partition."""
+    """The prompts of a partition.
+
+    Arguments:
+        responses: a model's answers to these very rows, which take the place of the source's.
+    """
+    answers = [row.content for row in responses.rows] if responses else [None] * len(rows)
     made = tuple(
-        PromptRow(sample_id(key, number), number, row.number, row.sha256, _make(number, row, tokenizer, limits))
-        for number, row in enumerate(rows)
+        PromptRow(
+            sample_id(key, number),
+            number,
+            row.number,
+            row.sha256,
+            _make(number, row, tokenizer, limits, answered),
+            _origin(responses, answered),
+        )
+        for number, (row, answered) in enumerate(zip(rows, answers, strict=True))
     )
     facts = (PROMPTS_VERSION, tokenizer.template_sha256, tokenizer.tokenizer_sha256, limits.max_tokens, limits.vocab_size)
     # The prompts themselves too: a template may look at the clock.
-    identity = json.dumps([facts, [(row.source_sha256, _identity(row.content)) for row in made]])
+    identity = json.dumps([facts, [(row.source_sha256, _identity(row.content)) for row in made], responses and responses.version])
     version = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, made)
+
+
+def _origin(responses: Responses | None, answered: Answered | Dropped | None) -> Origin:
+    if responses is None or not isinstance(answered, Answered):
+        return Origin()
+    turns = answered.turns
+    return Origin(responses.answered_by, tuple(turn.finish for turn in turns), tuple(turn.rendering for turn in turns))
 
 
 def _identity(content: Prompt | Dropped) -> tuple[str, str]:
@@ -104,12 +141,22 @@ def _identity(content: Prompt | Dropped) -> tuple[str, str]:
     return content.token_sha256, hashlib.sha256(content.loss_mask.tobytes()).hexdigest()
 
 
-def _make(number: int, row: SourceRow, tokenizer: ChatTokenizer, limits: PromptLimits) -> Prompt | Dropped:
+def parse_source_row(row: SourceRow) -> Conversation | Tokenized | Dropped:
+    """What a row of a source holds."""
     if row.duplicate_of is not None:
         return Dropped("duplicate", f"the same bytes as {row.duplicate_of}")
-    parsed = parse_row(row.raw)
+    return parse_row(row.raw)
+
+
+def _make(
+    number: int, row: SourceRow, tokenizer: ChatTokenizer, limits: PromptLimits, answered: Answered | Dropped | None
+) -> Prompt | Dropped:
+    given = answered or parse_source_row(row)
+    parsed = given.conversation if isinstance(given, Answered) else given
     if isinstance(parsed, Dropped):
         return parsed
+    if isinstance(parsed, Conversation) and not any(message.role == "assistant" for message in parsed.messages):
+        return Dropped("no_assistant_turn", f"roles: {[message.role for message in parsed.messages]}")
     made = parsed if isinstance(parsed, Tokenized) else tokenize_conversation(parsed.messages, tokenizer)
     if isinstance(made, Dropped):
         return made
@@ -140,6 +187,9 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
             "token_sha256": pa.array([p and p.token_sha256 for p in kept], pa.string()),
             "input_ids": pa.array([None if p is None else p.input_ids for p in kept], pa.list_(pa.int32())),
             "loss_mask": pa.array([None if p is None else p.loss_mask for p in kept], pa.list_(pa.bool_())),
+            "answered_by": pa.array([row.origin.answered_by for row in partition.rows], pa.string()),
+            "finish_reasons": pa.array([row.origin.finish_reasons for row in partition.rows], pa.list_(pa.string())),
+            "renderings": pa.array([row.origin.renderings for row in partition.rows], pa.list_(pa.string())),
         }
     ).replace_schema_metadata(
         {
@@ -187,11 +237,12 @@ def page_path(folder: Path, key: str) -> Path:
     return folder / f"{key}.html"
 
 
-def _read_row(number: int, entry: dict[str, object]) -> PromptRow:
+def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
     content: Prompt | Dropped
     if entry["dropped"] is not None:
         content = Dropped(str(entry["dropped"]), str(entry["detail"]))
     else:
         ids, mask = np.asarray(entry["input_ids"], "<i4"), np.asarray(entry["loss_mask"], bool)
         content = Prompt(number, ids, mask, str(entry["token_sha256"]))
-    return PromptRow(str(entry["sample_id"]), number, int(str(entry["source_row"])), str(entry["source_sha256"]), content)
+    origin = Origin(entry["answered_by"], tuple(entry["finish_reasons"]), tuple(entry["renderings"]))
+    return PromptRow(str(entry["sample_id"]), number, int(entry["source_row"]), str(entry["source_sha256"]), content, origin)

@@ -78,6 +78,11 @@ class ShownRow:
             },
             "dropped": dropped and {"reason": dropped.reason, "detail": dropped.detail},
             "raw": self.raw,
+            "answers": {
+                "by": row.origin.answered_by,
+                "finish_reasons": row.origin.finish_reasons,
+                "renderings": row.origin.renderings,
+            },
             "tokens": self.tokens,
             "supervised": self.supervised,
             "pieces": [
