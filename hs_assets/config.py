@@ -76,7 +76,7 @@ class ResponseSettings(_Section):
     seed: int | None = None
     """Fixes what is drawn; needs `--enable-deterministic-inference` in server.args, without which SGLang ignores it."""
     max_tokens: int = Field(default=1024, gt=0)
-    """Of one answer, its thinking included."""
+    """Of one answer, its thinking included; `server.request_timeout_seconds` must allow for it."""
     keep_thinking: bool = True
     """Train on the model's thinking too; else it is taken off each answer."""
     cut: Literal["drop", "keep"] = "drop"

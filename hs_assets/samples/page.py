@@ -82,7 +82,9 @@ def _share(prompt: Prompt) -> float:
 def _prompt(row: PromptRow, prompt: Prompt, why: str, tokenizer: ChatTokenizer) -> str:
     length = len(prompt.input_ids)
     supervised = f"{int(prompt.loss_mask.sum()):,} supervised ({_share(prompt):.1%})"
-    facts = f"{why}; source row {row.source_row}, {length:,} tokens, {supervised}"
+    finishes = f", answered by {row.origin.answered_by} ({', '.join(row.origin.finish_reasons)})"
+    answered = _text(finishes) if row.origin.finish_reasons else ""
+    facts = f"{why}; source row {row.source_row}, {length:,} tokens, {supervised}{answered}"
     shown = list(islice(pieces(prompt, tokenizer), _MOST_PIECES))
     left = length - sum(len(piece.ids) for piece in shown)
     rest = f"<p>… and {left:,} more tokens</p>" if left else ""
