@@ -173,6 +173,7 @@ def next_steps(project: Project, sample_id: str | None) -> str:
         (ui, "the same partitions in the browser, at http://127.0.0.1:3000"),
         (f"{here}hs-assets status{home}", "the ledger again"),
         (f"{here}hs-assets lineage {sample_id or 'SAMPLE_ID'}{home}", "where a sample came from"),
+        (f"{here}hs-assets show {sample_id or 'SAMPLE_ID'}{home}", "its text, with what is supervised"),
         (f"{here}hs-assets verify{home}", "read and check every stored byte"),
         (f"{here}hs-assets server stop{home}", "the server stops by itself when nobody uses it"),
     ]

@@ -41,12 +41,14 @@ LAST_SPECIAL_ID = 8
 
 
 class FakeServer:
-    """Counts the requests it gets: ``rows`` are theirs, in order; ``asked`` are the prompts it generated for."""
+    """Counts the requests it gets: ``rows`` are theirs, in order; ``asked`` are the prompts it generated for, ``aborted`` what it
+    was told to end."""
 
     def __init__(self, project: Project, target: Target, fault: Fault) -> None:
         self.rows: list[int] = []
         self.fault = fault
         self.asked: list[list[int]] = []
+        self.aborted: list[str] = []
         self.generate: Generate = echo_last_words
         self.seconds_each = 0.0
         self._target = target
@@ -130,6 +132,8 @@ def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/abort_request":
+                server.aborted.append(body["rid"])
             status, answer = server.answer(body) if self.path == "/generate" else (200, {})
             payload = json.dumps(answer).encode()
             self.send_response(status)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import hs_assets.extraction.respond
 from hs_assets.config import Project
 from hs_assets.errors import ConfigError, ExtractionError, PromptError
 from hs_assets.extraction.generations import GenerationLog
@@ -248,6 +249,24 @@ def test_killed_in_the_middle_it_asks_for_nothing_twice(make: Callable[..., Proj
     assert after[: len(before)] == before
     keys = [(line["source_sha256"], line["turn"], line["prompt_sha256"]) for line in after]
     assert len(set(keys)) == len(keys) == turns_of(24)
+
+
+def test_interrupted_it_ends_what_is_in_flight_and_asks_for_no_more(
+    make: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make(24)
+    monkeypatch.setattr(hs_assets.extraction.respond, "_SAY_SECONDS", 0.3)
+
+    def interrupt(line: str) -> None:
+        if "of 24 rows" in line:
+            raise KeyboardInterrupt
+
+    with fake_server(project) as server:
+        server.seconds_each = 1.0
+        with pytest.raises(KeyboardInterrupt):
+            respond(project, resolve(project), KEY, interrupt)
+        assert len(server.asked) == len(server.aborted) == 4 == project.settings.server.max_in_flight
+        assert len(log_lines(project)) == 4
 
 
 def test_other_settings_ask_again_and_the_old_answers_stay(make: Callable[..., Project]) -> None:

@@ -164,8 +164,12 @@ def read_responses(folder: Path, key: str) -> Responses:
 
     path = responses_path(folder, key)
     if not path.exists():
-        problem = "the responses of this partition are not complete"
-        raise PromptError(problem, where=key, expected=path, remedy="materialise responses first")
+        raise PromptError(
+            "the responses of this partition are not complete",
+            where=key,
+            expected=path,
+            remedy="materialise responses first (reload the definitions if they are not there)",
+        )
     table = pq.read_table(path)
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     rows = tuple(
