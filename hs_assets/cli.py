@@ -57,8 +57,7 @@ def main() -> None:
     \b
     hs-assets demo                        everything once, on this machine, without a GPU
     hs-assets status --json               the ledger of every partition
-    hs-assets lineage demo-00000/0000     where a sample came from
-    hs-assets show demo-00000/0000        its text, with what is supervised
+    hs-assets show demo-00000/0000        a sample's text, with what is supervised
     """
 
 

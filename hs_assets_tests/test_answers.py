@@ -19,7 +19,7 @@ from hs_assets.samples.answers import (
     answer,
     split_thinking,
 )
-from hs_assets.samples.conversations import Conversation, Dropped, Message
+from hs_assets.samples.conversations import Conversation, Dropped, Message, ToolCall
 from hs_assets.samples.model import stop_token_ids
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets_tests.small_tokenizer import (
@@ -41,7 +41,7 @@ TWO_TURNS = Conversation(
     (
         Message("system", "Be brief."),
         Message("user", "one?"),
-        Message("assistant", "THE SOURCE'S ANSWER"),
+        Message("assistant", "THE SOURCE'S ANSWER", reasoning="THE SOURCE'S REASONING"),
         Message("user", "two?"),
         Message("assistant", "THE SOURCE'S OTHER ANSWER", trained=False),
         Message("user", "three?"),
@@ -101,6 +101,7 @@ def test_each_turn_is_asked_after_the_models_own_answers(template: str, tmp_path
         (6, hf_prompt(stock(template), *turns))
     ]
     assert contents(got) == ["first own", "second own", "third own"]
+    assert {message.reasoning for message in got.conversation.messages} == {None}
     assert contents(got, "user") == ["one?", "two?", "three?"]
     assert [message.trained for message in got.conversation.messages if message.role == "assistant"] == [True, False, True]
     assert [(turn.turn, turn.prompt_tokens) for turn in got.turns] == [(turn, len(ids)) for turn, ids in model.asked]
@@ -213,8 +214,15 @@ def test_what_cannot_be_asked_is_never_asked(
     assert (got.reason, model.asked) == (reason, [])
 
 
-def test_offered_tools_are_not_lost_in_silence(tokenizer: ChatTokenizer) -> None:
-    got = answer(Conversation(QUESTION.messages, ({"name": "add"},)), tokenizer, RULES, Model(tokenizer))
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        Conversation(QUESTION.messages, ({"name": "add"},)),
+        Conversation((*QUESTION.messages, Message("assistant", "", tool_calls=(ToolCall("add", {"a": 1}),)))),
+    ],
+)
+def test_tools_are_not_lost_in_silence(conversation: Conversation, tokenizer: ChatTokenizer) -> None:
+    got = answer(conversation, tokenizer, RULES, Model(tokenizer))
     assert isinstance(got, Dropped)
     assert got.reason == "response_needs_tools"
 

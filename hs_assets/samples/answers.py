@@ -95,7 +95,7 @@ def answer(conversation: Conversation, tokenizer: ChatTokenizer, rules: AnswerRu
             return prompt
         text, ids = prompt
         generation = ask(number, ids)
-        made = _message(message, messages, text, ids, generation, tokenizer, rules)
+        made = _message(messages, text, ids, generation, tokenizer, rules, trained=message.trained)
         if isinstance(made, Dropped):
             return Dropped(made.reason, f"turn {number}: {made.detail}")
         answered, rendering = made
@@ -106,7 +106,7 @@ def answer(conversation: Conversation, tokenizer: ChatTokenizer, rules: AnswerRu
 
 def _why_not(conversation: Conversation, tokenizer: ChatTokenizer) -> Dropped | None:
     """Why a conversation cannot be answered again, if it cannot."""
-    if conversation.tools or any(message.role == "tool" for message in conversation.messages):
+    if conversation.tools or any(message.role == "tool" or message.tool_calls for message in conversation.messages):
         return Dropped("response_needs_tools", "the model's own calls would need answers of the tools, which are not at hand")
     before = None
     for number, message in enumerate(_with_last_answer(conversation)):
@@ -150,13 +150,14 @@ def _render(messages: list[Message], tokenizer: ChatTokenizer, *, prompt: bool) 
 
 
 def _message(
-    asked: Message,
     before: list[Message],
     prompt: str,
     prompt_ids: list[int],
     generation: Generation,
     tokenizer: ChatTokenizer,
     rules: AnswerRules,
+    *,
+    trained: bool,
 ) -> tuple[Message, str] | Dropped:
     """The answer as a message, and how it renders."""
     if generation.finish == "length" and rules.cut == "drop":
@@ -166,10 +167,10 @@ def _message(
     thinking, content = split_thinking(words, opened=bool(opening))
     if not content.strip():
         return Dropped("response_empty", "nothing but thinking" if thinking else f"finished by {generation.finish} at once")
-    parted = dataclasses.replace(asked, content=content.lstrip("\n"), reasoning=thinking.strip("\n") if thinking else None)
+    parted = Message("assistant", content.lstrip("\n"), (thinking or "").strip("\n") or None, trained=trained)
     if thinking and thinking.strip() and not rules.keep_thinking:
         return dataclasses.replace(parted, reasoning=None), THINKING_REMOVED
-    whole = dataclasses.replace(asked, content=opening + words, reasoning=None)
+    whole = Message("assistant", opening + words, trained=trained)
     generated = [*prompt_ids, *generation.output_ids]
     rendered = {}
     for way in dict.fromkeys((parted, whole)):
