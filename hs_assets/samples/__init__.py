@@ -7,9 +7,13 @@ formats.py        one row → a conversation, text or ids, or a reason to drop i
 tokenizer.py      the model's tokenizer and chat template, with their hashes
 masks.py          messages → text and the spans that are supervised → token ids and loss mask
 filters.py        what a prompt must keep to
+answers.py        a conversation → the same with the model's own answers; responses.py: those of a partition, and their table
 prepare.py        rows of one partition → prompts
 prompts.py        a partition of prompts and its table on disk
 survey.py         what prompts are like: formats, drops, lengths, supervised share
+readable.py       token ids → text as people look at it
+show.py           all that is known of one row
+page.py           a web page of some rows of a partition
 model.py          facts of a checkpoint: layers, sizes, final norm, output head
 eagle3.py         a dump → states that can be checked and stored
 rules.py          what must hold for every sample

@@ -34,6 +34,12 @@ class ChatTokenizer:
         return hashlib.sha256(self.template.encode()).hexdigest()
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, as far as the tokenizer says one."""
+        found = self._tokenizer.eos_token_id
+        return None if found is None else int(found)
+
+    @property
     def has_offsets(self) -> bool:
         """Whether the tokenizer says which characters a token came from."""
         return bool(self._tokenizer.is_fast)
