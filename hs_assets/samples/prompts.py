@@ -110,7 +110,7 @@ def _make(number: int, row: SourceRow, tokenizer: ChatTokenizer, limits: PromptL
     parsed = parse_row(row.raw)
     if isinstance(parsed, Dropped):
         return parsed
-    made = parsed if isinstance(parsed, Tokenized) else tokenize_conversation(parsed.messages, tokenizer)
+    made = parsed if isinstance(parsed, Tokenized) else tokenize_conversation(parsed, tokenizer)
     if isinstance(made, Dropped):
         return made
     outside = next((i for i in made.input_ids if not 0 <= i < limits.vocab_size), None)
