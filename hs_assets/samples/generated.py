@@ -36,7 +36,7 @@ def graft(view: View, turn: int, tokenizer: ChatTokenizer) -> Generated | None:
         return None
     moved = len(prompt) - joins[0]
     stop = view.located.places[mine[-1]].end + end[0] + len(end[1])
-    return prompt + text[joins[0] :] + end[1], (place.start - lead + moved, stop + moved)
+    return prompt + (text + end[1])[joins[0] : stop], (place.start - lead + moved, stop + moved)
 
 
 def refill(view: View, turn: int, tokenizer: ChatTokenizer) -> Generated | None:

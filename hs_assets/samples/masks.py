@@ -82,6 +82,8 @@ def _turn_alone(conversation: Conversation, turn: int, tokenizer: ChatTokenizer)
     if isinstance(row, Dropped) and not tokenizer.template.marks_generation:
         generated = refill(view, turn, tokenizer) if row.reason == "not_rendered" else graft(view, turn, tokenizer)
         row = row if generated is None else Rendered(generated[0], (generated[1],))
+    if row is REWRITTEN:
+        return Dropped("mask_unsure", f"the generation prompt before turn {turn} is not how the turn begins")
     return row if isinstance(row, Dropped) else replace(row, turn=turn)
 
 
@@ -197,7 +199,8 @@ def _marked(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Rende
         if changes:
             return changes if isinstance(changes, Dropped) else REWRITTEN
     _, marks = tokenizer.template.render_marked(view.conversation, view.form)
-    if not any(start < end for start, end in marks):
+    marks = [(start, end) for start, end in marks if start < end]
+    if not marks:
         return Dropped("mask_unsure", "the template's generation marks are empty")
     spans: list[tuple[int, int]] = []
     for start, end in marks:

@@ -152,11 +152,23 @@ class TurnFinder:
         text, place, prompt = view.text, view.located.places[first], self.prompt(view, turn)
         if prompt is None:
             return Dropped("mask_unsure", f"the template has no generation prompt before turn {turn}")
-        header = _PROMPTS_THINKING.sub("", prompt)
-        begun = next((begun for begun in (prompt, header) if text.startswith(begun, 0, place.start)), None)
-        if begun is None:
-            return Dropped("mask_unsure", f"the generation prompt before turn {turn} is not how the turn begins")
-        return self.opening(view, turn, place, len(begun), prompted=begun is prompt)
+        without_thinking, header = _PROMPTS_THINKING.sub("", prompt), self._header(view)
+        begun = next((begun for begun in (prompt, without_thinking) if text.startswith(begun, 0, place.start)), None)
+        if begun is not None and not (header and header in text[len(begun) : place.start]):
+            return self.opening(view, turn, place, len(begun), prompted=begun is prompt)
+        start = text.rfind(header, 0, place.start) + len(header)
+        if begun is None and _squeeze(text[:start]) != _squeeze(prompt):
+            return REWRITTEN
+        return self.opening(view, turn, place, start, prompted=True)
+
+    def _header(self, view: View) -> str:
+        """What opens an assistant's turn after a question."""
+        question = Conversation((Message("user", _NEXT),), view.conversation.tools)
+        try:
+            text, prompt = (self._template.render(question, view.form, prompt=prompt) for prompt in (False, True))
+        except TemplateRefusalError:
+            return ""
+        return prompt.removeprefix(text) if prompt.startswith(text) else ""
 
     def opening(self, view: View, turn: int, place: Place, start: int, *, prompted: bool) -> int | Dropped:
         """How much of the text from `start` to a turn's first piece is the turn's own; not the template's empty thinking.
@@ -218,6 +230,10 @@ class TurnFinder:
         if followed is None or not followed.located.of_turn(turn):
             return None
         return followed.text[_last(followed, turn) :]
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
 
 
 def _common(one: str, other: str) -> int:
