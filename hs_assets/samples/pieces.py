@@ -21,7 +21,10 @@ _THINK_TAG = re.compile(r"(</?think>)")
 
 
 class Placing(Enum):
-    """Where markers stand: around a content with the white space at its ends, or within that (templates trim it)."""
+    """Where markers stand: around a whole content, or around what stands within its white space and tags of thinking.
+
+    Many templates take these off.
+    """
 
     OUTER = "outer"
     INNER = "inner"
@@ -81,18 +84,29 @@ def locate(
         word += "k"
     tried = None
     for placing in placings:
-        pieces: list[Piece] = []
-        marked = _mark(conversation, _Marker(word, placing, pieces))
+        marker = _Marker(word, placing, [], [])
+        marked = _mark(conversation, marker)
         if marked == tried:
             continue
         tried = marked
         try:
-            found = _read(template.render(marked, form), word, tuple(pieces), placing)
+            found = _read(template.render(marked, form), word, tuple(marker.pieces), placing)
         except TemplateRefusalError:  # it looks into what is marked
             continue
-        if found is not None and found[0] == text:
+        if found is not None and found[0] == text and _as_written(found[1], marker.words, conversation, text):
             return found[1]
     return None
+
+
+def _as_written(located: Located, words: list[str], conversation: Conversation, text: str) -> bool:
+    """Whether what the assistant said and thought is rendered letter for letter; arguments have many notations."""
+    said = ("content", "thinking", "reasoning")
+    return all(
+        text[place.start : place.end] == words[place.piece]
+        for place in located.places
+        if located.pieces[place.piece].kind in said
+        and conversation.messages[located.pieces[place.piece].turn].role == "assistant"
+    )
 
 
 def prints_as_code(conversation: Conversation, form: Form, text: str) -> bool:
@@ -110,6 +124,7 @@ class _Marker:
     word: str
     placing: Placing
     pieces: list[Piece]
+    words: list[str]
 
     def mark(self, text: str, turn: int, kind: str, call: int | None = None, *, outer: bool = False) -> str:
         core = text if outer else text.strip()
@@ -117,6 +132,7 @@ class _Marker:
             return text
         number, start = len(self.pieces), text.index(core)
         self.pieces.append(Piece(turn, kind, call))
+        self.words.append(core)
         marked = f"{self.word}{number}o{core}{self.word}{number}c"
         return text[:start] + marked + text[start + len(core) :]
 
@@ -128,13 +144,12 @@ def _mark(conversation: Conversation, marker: _Marker) -> Conversation:
 
 def _mark_message(message: Message, turn: int, marker: _Marker) -> Message:
     reasoning = message.reasoning and marker.mark(message.reasoning, turn, "reasoning")
-    parts = _THINK_TAG.split(message.content) if message.role == "assistant" else [message.content]
-    outer = len(parts) == 1 and marker.placing is Placing.OUTER
-    kinds = ["thinking"] * (len(parts) - 1) + ["content"]
-    content = "".join(
-        part if _THINK_TAG.fullmatch(part) else marker.mark(part, turn, kind, outer=outer)
-        for part, kind in zip(parts, kinds, strict=True)
-    )
+    if marker.placing is Placing.OUTER:
+        content = marker.mark(message.content, turn, "content", outer=True)
+    else:
+        *thinking, answer = _THINK_TAG.split(message.content) if message.role == "assistant" else [message.content]
+        thought = (part if _THINK_TAG.fullmatch(part) else marker.mark(part, turn, "thinking") for part in thinking)
+        content = "".join(thought) + marker.mark(answer, turn, "content")
     calls = tuple(_mark_call(call, turn, number, marker) for number, call in enumerate(message.tool_calls))
     return dataclasses.replace(message, content=content, reasoning=reasoning, tool_calls=calls)
 
