@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from hs_assets.samples.conversations import Conversation, Dropped, Message, Tokenized
-from hs_assets.samples.masks import Rendered, Supervise, render_conversation, render_text, tokenize
+from hs_assets.samples.masks import Rendered, Supervise, render_conversation, tokenize
 from hs_assets.samples.template import Form
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets_tests.small_tokenizer import (

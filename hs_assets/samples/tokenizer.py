@@ -15,6 +15,7 @@ from hs_assets.errors import PromptError
 from hs_assets.samples.template import ChatTemplate
 
 _FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json")
+_CONTROL = re.compile(r"^<[|｜].*>$|^<.*[|｜]>$")
 
 
 class Table(dict[Hashable, Any]):
@@ -34,8 +35,9 @@ class Table(dict[Hashable, Any]):
 class ChatTokenizer:
     """A tokenizer with its chat template.
 
-    ``special_tokens`` are the texts that encode to one special id, with that id, longest first. ``bos`` is the text that
-    the tokenizer puts before a plain text, if it does. ``known_turns`` is what `turns` found out about the template.
+    ``special_tokens`` are the texts that encode to one special id, with that id, longest first; also those that are only
+    written like one (``<｜User｜>``), which some vocabularies do not declare. ``bos`` is the text that the tokenizer puts
+    before a plain text, if it does. ``known_turns`` is what `turns` found out about the template.
     """
 
     template: ChatTemplate
@@ -108,7 +110,8 @@ def from_transformers(tokenizer: Any, sha256: str) -> ChatTokenizer:
     if tokenizer.is_fast:  # what tokenizer.json may ask for would cut or fill up rows without a word
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
-    special = {str(added): int(i) for i, added in tokenizer.added_tokens_decoder.items() if added.special}
+    added = {str(token): (int(i), token.special) for i, token in tokenizer.added_tokens_decoder.items()}
+    special = {text: i for text, (i, is_special) in added.items() if is_special or _CONTROL.search(text)}
     bos, first = tokenizer.bos_token, tokenizer.encode("a", add_special_tokens=True)[:1]
     return ChatTokenizer(
         template=ChatTemplate(tokenizer.chat_template, dict(tokenizer.special_tokens_map)),

@@ -101,6 +101,7 @@ class TurnFinder:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._template = tokenizer.template
         self._special = tokenizer.special_pattern
+        self._specials = re.compile(rf"(?:{self._special.pattern})+")
 
     def find(self, view: View, turn: int) -> Bounds | Dropped:
         through = self.through(view, turn)
@@ -163,12 +164,17 @@ class TurnFinder:
 
     def _header(self, view: View) -> str:
         """What opens an assistant's turn after a question."""
+        text, prompt = self._question(view)
+        return prompt.removeprefix(text) if prompt.startswith(text) else ""
+
+    def _question(self, view: View) -> tuple[str, str]:
+        """A single question as rendered, without and with a generation prompt; empty where the template refuses it."""
         question = Conversation((Message("user", _NEXT),), view.conversation.tools)
         try:
             text, prompt = (self._template.render(question, view.form, prompt=prompt) for prompt in (False, True))
         except TemplateRefusalError:
-            return ""
-        return prompt.removeprefix(text) if prompt.startswith(text) else ""
+            return "", ""
+        return text, prompt
 
     def opening(self, view: View, turn: int, place: Place, start: int, *, prompted: bool) -> int | Dropped:
         """How much of the text from `start` to a turn's first piece is the turn's own; not the template's empty thinking.
@@ -208,18 +214,26 @@ class TurnFinder:
         if after is not None:
             common = own[: _common(own, after)]
             specials = list(self._special.finditer(common))
+            if specials and self._opens_another(own, view):
+                return Dropped("mask_unsure", f"the template opens another turn of the assistant after turn {turn}")
             if specials:
                 return specials[-1].end(), ""
         if self._special.search(own):
-            run = re.compile(rf"(?:{self._special.pattern})+").search(own if is_last else following)
-            if run is not None and (is_last or not following[: run.start()].strip()):
-                return run.end(), ""
+            stop = self._specials.search(own) if is_last else self._special.search(following)
+            if stop is not None and (is_last or not following[: stop.start()].strip()):
+                return stop.end(), ""
         elif after is not None and (found := self._special.search(after)) and after[: found.start()].strip() == own.strip():
             if not is_last:
                 return found.end(), ""
             if after.startswith(own):
                 return len(own), after[len(own) : found.end()]
         return Dropped("mask_unsure", f"the stop of turn {turn} is not found as rendered")
+
+    def _opens_another(self, own: str, view: View) -> bool:
+        """Whether the text after a turn ends as a generation prompt does, in a template that always writes one."""
+        text, prompt = self._question(view)
+        shared = _common(own[::-1], prompt[::-1])
+        return text == prompt and self._special.search(own[len(own) - shared :]) is not None
 
     def _followed(self, view: View, turn: int) -> str | None:
         """What follows the last turn once another comes after it."""
