@@ -114,14 +114,14 @@ def tokenize(rendered: Sequence[Rendered], tokenizer: ChatTokenizer) -> list[Tok
 
 def _forged(conversation: Conversation, tokenizer: ChatTokenizer) -> Dropped | None:
     """Text that would encode to a special token: nobody could tell it from the template's own."""
+    special = tokenizer.special_pattern.search
     for turn, message in enumerate(conversation.messages):
-        words = "\n".join(_words(message))
-        forged = next((token for token in tokenizer.special_tokens if token in words), None)
+        forged = special("\n".join(_words(message)))
         if forged is not None:
-            return Dropped("special_token_in_content", f"turn {turn} ({message.role}) contains {forged!r}")
+            return Dropped("special_token_in_content", f"turn {turn} ({message.role}) contains {forged.group()!r}")
     tools = json.dumps([dict(tool) for tool in conversation.tools], ensure_ascii=False) if conversation.tools else ""
-    forged = next((token for token in tokenizer.special_tokens if token in tools), None)
-    return None if forged is None else Dropped("special_token_in_content", f"the tools contain {forged!r}")
+    forged = special(tools)
+    return None if forged is None else Dropped("special_token_in_content", f"the tools contain {forged.group()!r}")
 
 
 def _words(message: Message) -> Iterator[str]:

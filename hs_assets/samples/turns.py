@@ -18,7 +18,7 @@ from hs_assets.samples.tokenizer import ChatTokenizer
 
 _OPEN = r"(?:<(?:\w+:)?think(?:ing)?>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought)"
 _CLOSE = r"(?:</(?:\w+:)?think(?:ing)?>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>)"
-_SCAFFOLD = re.compile(rf"\s*{_OPEN}\s*{_CLOSE}\s*")
+_SCAFFOLD = re.compile(rf"{_OPEN}\s*{_CLOSE}")
 _CLOSED = re.compile(rf"\s*{_OPEN}?\s*{_CLOSE}\s*")
 _OPENED = re.compile(rf"\s*{_OPEN}\s*")
 _PROMPTS_THINKING = re.compile(rf"(?:{_OPEN}\s*{_CLOSE}?|{_CLOSE})\s*$")
@@ -262,10 +262,13 @@ def _last(view: View, turn: int) -> int:
 
 
 def _changes(view: View, through: View, turn: int) -> bool:
-    """Whether what was rendered when a turn was the last is another text than the beginning of the whole."""
+    """Whether what was rendered when a turn was the last is another text than the beginning of the whole.
+
+    An empty thinking that only the last turn has, and white space, are no change: no word of anybody is another.
+    """
     if view is through:
         return False
     if not view.located.of_turn(turn) or view.located.missing & {place.piece for place in through.located.places}:
         return True
     first, now = through.text[: _last(through, turn)], view.text[: _last(view, turn)]
-    return _SCAFFOLD.sub("", first) != _SCAFFOLD.sub("", now)
+    return _squeeze(_SCAFFOLD.sub("", first)) != _squeeze(_SCAFFOLD.sub("", now))
