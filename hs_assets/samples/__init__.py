@@ -3,7 +3,12 @@
 sources.py        a JSONL file → rows, partitions, duplicates
 conversations.py  one row → messages, or a reason to drop it
 tokenizer.py      the model's tokenizer and chat template, with their hashes
-masks.py          messages → text and the spans that are supervised → token ids and loss mask
+template.py       a chat template: a conversation → text
+pieces.py         where each piece of a conversation stands in that text
+turns.py          where an assistant's turn begins and ends in it, and whether a later turn changed it
+generated.py      a turn as the model generated it, where the template never renders it that way
+masks.py          a conversation → texts and the spans that are supervised
+encoding.py       texts and spans → token ids and loss masks
 prompts.py        one partition: rows → prompts; its table on disk
 model.py          facts of a checkpoint: layers, sizes, final norm, output head
 eagle3.py         a dump → states that can be checked and stored
