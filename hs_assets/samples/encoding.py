@@ -21,18 +21,32 @@ _BATCH = 256
 def encode(rows: Sequence[tuple[str, Spans]], tokenizer: ChatTokenizer) -> list[Tokenized | Dropped]:
     """Ids and mask of each text, True on the tokens of its spans [start, end); every text is encoded once.
 
-    A row is dropped with `mask_unsure` where a token lies across an edge.
+    A row is dropped with `mask_unsure` where a token lies across an edge, with `invalid_unicode` where it cannot be encoded.
     """
-    if not tokenizer.has_offsets:
-        return [_without_offsets(text, spans, tokenizer) for text, spans in rows]
-    made = []
+    made: list[Tokenized | Dropped] = []
     for start in range(0, len(rows), _BATCH):
-        batch = rows[start : start + _BATCH]
-        encodings = tokenizer.encode_batch([text for text, _ in batch])
-        made += [
-            _with_offsets(text, spans, encoding, tokenizer) for (text, spans), encoding in zip(batch, encodings, strict=True)
-        ]
+        made += _encode_batch(rows[start : start + _BATCH], tokenizer)
     return made
+
+
+def _encode_batch(rows: Sequence[tuple[str, Spans]], tokenizer: ChatTokenizer) -> list[Tokenized | Dropped]:
+    broken = {index: dropped for index, (text, _) in enumerate(rows) if (dropped := _not_unicode(text)) is not None}
+    whole = [row for index, row in enumerate(rows) if index not in broken]
+    if tokenizer.has_offsets:
+        encodings = tokenizer.encode_batch([text for text, _ in whole])
+        pairs = zip(whole, encodings, strict=True)
+        made = iter([_with_offsets(text, spans, encoding, tokenizer) for (text, spans), encoding in pairs])
+    else:
+        made = iter([_without_offsets(text, spans, tokenizer) for text, spans in whole])
+    return [broken[index] if index in broken else next(made) for index in range(len(rows))]
+
+
+def _not_unicode(text: str) -> Dropped | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return Dropped("invalid_unicode", f"the text as rendered: {error.reason} at character {error.start}")
+    return None
 
 
 def _with_offsets(text: str, spans: Spans, encoding: Any, tokenizer: ChatTokenizer) -> Tokenized | Dropped:

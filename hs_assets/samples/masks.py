@@ -16,10 +16,10 @@ from enum import StrEnum
 from hs_assets.samples.conversations import Conversation, Dropped, Message, Tokenized
 from hs_assets.samples.encoding import encode
 from hs_assets.samples.generated import graft, refill
-from hs_assets.samples.pieces import locate, prints_as_code
-from hs_assets.samples.template import TemplateRefusalError
+from hs_assets.samples.marks import marked_spans
 from hs_assets.samples.tokenizer import ChatTokenizer
-from hs_assets.samples.turns import REWRITTEN, View, find_turn, is_rewritten
+from hs_assets.samples.turns import REWRITTEN, find_turn
+from hs_assets.samples.views import View, complete_view
 
 
 class Supervise(StrEnum):
@@ -53,7 +53,7 @@ def render_conversation(
     trained = [turn for turn in (turns[-1:] if supervise is Supervise.LAST else turns) if conversation.messages[turn].trained]
     if not trained and supervise is not Supervise.EVERYTHING:
         return Dropped("no_supervised_tokens", "no turn of the assistant is trained on")
-    view = _view(conversation, tokenizer)
+    view = complete_view(conversation, tokenizer)
     if isinstance(view, Dropped):
         return view
     if supervise is Supervise.EVERYTHING:
@@ -75,7 +75,7 @@ def render_conversation(
 
 def _turn_alone(conversation: Conversation, turn: int, tokenizer: ChatTokenizer) -> Rendered | Dropped:
     """The conversation up to and including a turn, supervised on that one."""
-    view = _view(conversation, tokenizer)
+    view = complete_view(conversation, tokenizer)
     if isinstance(view, Dropped):
         return view
     row = _supervised(view, [turn], tokenizer)
@@ -131,55 +131,12 @@ def _words(message: Message) -> Iterator[str]:
         yield json.dumps([call.name, call.id, dict(call.arguments)], ensure_ascii=False)
 
 
-def _view(conversation: Conversation, tokenizer: ChatTokenizer) -> View | Dropped:
-    """The conversation in the first form in which the template renders all that it must, the last reasoning if it can."""
-    refusals: list[Dropped] = []
-    without_reasoning = None
-    for form in tokenizer.template.forms(conversation):
-        try:
-            text = tokenizer.template.render(conversation, form)
-        except TemplateRefusalError as refusal:
-            refusals.append(Dropped("template_error", str(refusal)))
-            continue
-        if prints_as_code(conversation, form, text):
-            refusals.append(Dropped("template_error", "the template prints what it is given as Python, or as JSON in JSON"))
-            continue
-        located = locate(conversation, tokenizer.template, form, text)
-        if located is None:
-            refusals.append(Dropped("mask_unsure", "the template changes the words of the conversation"))
-            continue
-        view = View(conversation, form, text, located)
-        lost = _lost(view, tokenizer)
-        if lost is not None:
-            refusals.append(lost)
-        elif view.located.missing & set(view.last_reasoning):
-            without_reasoning = without_reasoning or view
-        else:
-            return view
-    return without_reasoning or next((refusal for refusal in refusals if refusal.reason == "not_rendered"), refusals[0])
-
-
-def _lost(view: View, tokenizer: ChatTokenizer) -> Dropped | None:
-    """What the template leaves out that it must not: all but thinking and words of the assistant before its last turn."""
-    conversation, located = view.conversation, view.located
-    for number in sorted(located.missing):
-        piece = located.pieces[number]
-        role = conversation.messages[piece.turn].role
-        if role != "assistant" or piece.kind in ("name", "id", "argument") or (piece.turn, piece.kind) == (view.last, "content"):
-            return Dropped("not_rendered", f"the template leaves out the {piece.kind} of turn {piece.turn} ({role})")
-    if conversation.tools:
-        try:
-            without = tokenizer.template.render(Conversation(conversation.messages), view.form)
-        except TemplateRefusalError:  # it does look at them
-            return None
-        if without == view.text:
-            return Dropped("not_rendered", "the template leaves out the tools")
-    return None
-
-
 def _supervised(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Rendered | Dropped:
     """The text with the spans of `turns`; `REWRITTEN` where one of them was another when it was generated."""
-    return _marked(view, turns, tokenizer) if tokenizer.template.marks_generation else _found(view, turns, tokenizer)
+    if not tokenizer.template.marks_generation:
+        return _found(view, turns, tokenizer)
+    spans = marked_spans(view, turns, tokenizer)
+    return spans if isinstance(spans, Dropped) else Rendered(view.text, spans)
 
 
 def _found(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Rendered | Dropped:
@@ -191,36 +148,6 @@ def _found(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Render
         spans.append(bounds.span(view))
         text += bounds.stop
     return Rendered(text, tuple(spans))
-
-
-def _marked(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Rendered | Dropped:
-    for turn in turns:
-        changes = is_rewritten(view, turn, tokenizer)
-        if changes:
-            return changes if isinstance(changes, Dropped) else REWRITTEN
-    _, marks = tokenizer.template.render_marked(view.conversation, view.form)
-    marks = [(start, end) for start, end in marks if start < end]
-    if not marks:
-        return Dropped("mask_unsure", "the template's generation marks are empty")
-    spans: list[tuple[int, int]] = []
-    for start, end in marks:
-        owners = _owners(view, start, end)
-        if len(owners) != 1 or view.conversation.messages[next(iter(owners))].role != "assistant":
-            return Dropped("mask_unsure", "what the template marks is not the answers, one after another")
-        if owners <= set(turns):
-            joins = bool(spans) and spans[-1][1] == start
-            spans[-1:] = [(spans[-1][0], end)] if joins else [*spans[-1:], (start, end)]
-    if not spans:
-        return Dropped("no_supervised_tokens", "the template's generation marks leave out the turns that are trained on")
-    return Rendered(view.text, tuple(spans))
-
-
-def _owners(view: View, start: int, end: int) -> set[int]:
-    """The turns whose words are in a span; of a span without any, the turn that stands before it."""
-    located = view.located
-    inside = {located.pieces[place.piece].turn for place in located.places if place.start < end and start < place.end}
-    before = [located.pieces[place.piece].turn for place in located.places if place.end <= start]
-    return inside or set(before[-1:])
 
 
 def _everything(view: View, tokenizer: ChatTokenizer) -> Rendered | Dropped:

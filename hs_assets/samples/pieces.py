@@ -70,6 +70,12 @@ class Located:
         lost = set(range(len(self.pieces))) - rendered
         return {i for i in lost if (self.pieces[i].turn, self.pieces[i].call) not in named}
 
+    def in_one_place(self, turn: int) -> bool:
+        """Whether a turn's pieces stand once each, side by side."""
+        mine = self.of_turn(turn)
+        together = mine == list(range(mine[0], mine[-1] + 1)) if mine else False
+        return together and len({self.places[index].piece for index in mine}) == len(mine)
+
     def of_turn(self, turn: int) -> list[int]:
         """The indices into ``places`` of a turn's pieces."""
         return [index for index, place in enumerate(self.places) if self.pieces[place.piece].turn == turn]
