@@ -25,16 +25,16 @@ def lead_of(view: View, turn: int, first: int, tokenizer: ChatTokenizer) -> int 
     text, place, prompt = view.text, view.located.places[first], prompt_before(view, turn, tokenizer)
     if prompt is None:
         return Dropped("mask_unsure", f"the template has no generation prompt before turn {turn}")
+    plain = _PROMPTS_THINKING.sub("", prompt)
+    begun = next((begun for begun in (prompt, plain) if text.startswith(begun, 0, place.start)), None)
     asked, opened = question(view, tokenizer)
-    header = opened.removeprefix(asked) if opened.startswith(asked) else ""
-    candidates = (prompt, _PROMPTS_THINKING.sub("", prompt))
-    begun = next((begun for begun in candidates if text.startswith(begun, 0, place.start)), None)
+    header = _PROMPTS_THINKING.sub("", opened.removeprefix(asked)) if opened.startswith(asked) else ""
     if begun is not None and not (header and header in text[len(begun) : place.start]):
         return opening_of(view, turn, place, len(begun), tokenizer, prompted=begun is prompt)
     start = text.rfind(header, 0, place.start) + len(header)
-    if begun is None and squeeze(text[:start]) != squeeze(prompt):
+    if begun is None and without_empty_thinking(text[:start]) != without_empty_thinking(plain):
         return None
-    return opening_of(view, turn, place, start, tokenizer, prompted=True)
+    return opening_of(view, turn, place, start, tokenizer, prompted=plain == prompt)
 
 
 def opening_of(view: View, turn: int, place: Place, start: int, tokenizer: ChatTokenizer, *, prompted: bool) -> int | Dropped:
@@ -73,9 +73,4 @@ def traits_of(words: str) -> tuple[bool, bool]:
 
 def without_empty_thinking(text: str) -> str:
     """The text without empty thinking and white space: what is left is what somebody said, and who."""
-    return squeeze(_EMPTY.sub("", text))
-
-
-def squeeze(text: str) -> str:
-    """The text without white space."""
-    return "".join(text.split())
+    return "".join(_EMPTY.sub("", text).split())

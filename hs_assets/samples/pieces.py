@@ -28,8 +28,10 @@ class Placing(Enum):
 
     OUTER = "outer"
     INNER = "inner"
+    NO_IDS = "no ids"
+    """Within, and none in the ids of calls, which some templates compare or measure."""
     NO_NAMES = "no names"
-    """Within, and none in the names of functions, which some templates compare."""
+    """Nor in the names of functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ def _mark_call(call: ToolCall, turn: int, number: int, marker: _Marker) -> ToolC
     name, call_id = call.name, call.id
     if marker.placing is not Placing.NO_NAMES:
         name = marker.mark(name, turn, "name", number)
+    if marker.placing in (Placing.OUTER, Placing.INNER):
         call_id = call_id and marker.mark(call_id, turn, "id", number)
     return ToolCall(name, _mark_values(dict(call.arguments), turn, marker), call_id)
 
