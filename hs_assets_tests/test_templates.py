@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from hs_assets.samples.conversations import Conversation, Dropped, Tokenized
 from hs_assets.samples.masks import Rendered, render_conversation, tokenize
 from hs_assets.samples.template import RENDER_DATE, TemplateRefusalError
+from hs_assets_tests.small_tokenizer import without_offsets
 from hs_assets_tests.template_material import CASES, chat_tokenizer_of, hugging_face_tokenizer, needs_data, template_names
 
 # Of each family, what ends a turn and what ends one that calls a tool, as their model cards and generation configs say.
@@ -228,3 +229,21 @@ def test_the_share_that_is_dropped() -> None:
     print(dict(reasons), f"of {len(NAMES) * len(CASES)}")
     assert all(reasons[reason] <= most for reason, most in HEADROOM.items())
     assert set(reasons) <= {"kept", *HEADROOM}
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_or_drops() -> None:
+    outcomes: Counter[str] = Counter()
+    for name in NAMES:
+        tokenizer = chat_tokenizer_of(name)
+        for case in ("three turns", "reasoning and tools"):
+            rows = rows_of(name, case)
+            for row in () if isinstance(rows, Dropped) else rows:
+                (made,), (other,) = tokenize([row], tokenizer), tokenize([row], without_offsets(tokenizer))
+                if isinstance(other, Dropped):
+                    assert other.reason == "mask_unsure"
+                    outcomes["dropped"] += 1
+                else:
+                    assert other == made
+                    outcomes["same"] += 1
+    print(dict(outcomes))
+    assert outcomes["dropped"] * 20 <= outcomes["same"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hs_assets.samples.conversations import Conversation, Dropped, Message, Tokenized, ToolCall
@@ -141,6 +141,29 @@ def test_reasoning_that_a_template_only_shows_beside_a_call(has_offsets: bool, p
     assert third.text.count("<think></think>") == 2
 
 
+def test_reasoning_that_a_call_changes_more_than_is_not_guessed() -> None:
+    """Beside a call the template writes line breaks around the thinking, and none in the empty one."""
+    thinking = "<think>{{ m.reasoning_content if loop.index0 > ns.last else '' }}</think>"
+    assert thinking in KIMI_THINKING
+    broken = "{{ '<think>\\n' + m.reasoning_content + '\\n</think>' if loop.index0 > ns.last else '<think></think>' }}"
+    what = conversation(ASK, dataclasses.replace(ANSWER, reasoning="Hm."))
+    (row,) = rows(what, tokenizer_for(KIMI_THINKING))
+    assert "<think>Hm.</think>391." in row.text
+    made = render_conversation(what, tokenizer_for(KIMI_THINKING.replace(thinking, broken)))
+    assert made == Dropped("not_rendered", "the template leaves out the reasoning of turn 1 (assistant)")
+
+
+def test_a_prompt_that_opens_the_thinking_with_more_white_space_than_the_turn() -> None:
+    """What the prompt gives is not supervised, however the template writes it afterwards."""
+    template = stock(KIMI).replace("<|im_middle|>' }}{% endif %}", "<|im_middle|><think>\n' }}{% endif %}")
+    assert template != stock(KIMI)
+    tokenizer = tokenizer_for(
+        template.replace("{{ m.content", "{{ '<think>' + m.thinking + '</think>' if m.thinking }}{{ m.content")
+    )
+    (row,) = rows(conversation(ASK, dataclasses.replace(ANSWER, reasoning="Hm.")), tokenizer)
+    assert supervised(row, tokenizer) == "Hm.</think>391.<|im_end|>"
+
+
 def test_reasoning_that_is_not_rendered_drops_the_row() -> None:
     made = render_conversation(conversation(ASK, dataclasses.replace(ANSWER, reasoning="17 × 20 …")), tokenizer_for(stock(KIMI)))
     assert made == Dropped("not_rendered", "the template leaves out the reasoning of turn 1 (assistant)")
@@ -178,6 +201,22 @@ def test_arguments_and_content_as_the_template_wants_them(wants: str) -> None:
     (row,) = rows(conversation(ASK, Message("assistant", "", tool_calls=(CALL,)), RESULT, ANSWER, tools=True), tokenizer)
     assert supervised(row, tokenizer) == 'find_weather {"city": "Oslo", "days": 2}<|im_end|>391.<|im_end|>'
     assert json.dumps(TOOL) in row.text
+
+
+def test_arguments_that_come_out_as_json_in_json_drop_the_row() -> None:
+    refuses = "{% if c.function.arguments is mapping %}{{ raise_exception('a string') }}{% endif %}"
+    body = "{% for c in m.tool_calls %}" + refuses + "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    made = render_conversation(
+        conversation(ASK, Message("assistant", "", tool_calls=(CALL,)), RESULT, ANSWER),
+        tokenizer_for(_BEFORE_CALLS + body + _AFTER_CALLS),
+    )
+    assert made == Dropped("template_error", "TemplateError: a string")
+
+
+def test_marks_around_the_words_of_the_user_drop_the_row() -> None:
+    tokenizer = tokenizer_for("{% generation %}" + stock(KIMI) + "{% endgeneration %}")
+    made = render_conversation(conversation(ASK, ANSWER), tokenizer)
+    assert made == Dropped("mask_unsure", "what the template marks is not the answers, one after another")
 
 
 def test_what_a_template_refuses_is_said_in_its_words() -> None:
@@ -257,6 +296,24 @@ def test_words_that_encode_otherwise_alone(answer: str) -> None:
     assert trained.encode(f"{answer}</s>").ids != first
     inside = [any(start <= a and b <= end for start, end in row.spans) for a, b in whole["offset_mapping"]]
     assert (list(made.input_ids), list(made.loss_mask)) == (whole["input_ids"], inside)
+
+
+@pytest.mark.parametrize("trims", [True, False], ids=["trimmed offsets", "offsets"])
+def test_a_space_of_the_template_in_the_first_token_of_an_answer(trims: bool) -> None:
+    """A tokenizer may not count the space to its token; the token holds it all the same."""
+    fast = make_tokenizer(
+        stock(CHATML).replace("\n' }}", ": ' }}"), processors.ByteLevel(trim_offsets=trims, add_prefix_space=False), gpt2=True
+    )
+    (encoding,) = fast.backend_tokenizer.encode_batch(["assistant: layer"])
+    assert encoding.tokens[-1] == "Ġlayer"
+    assert encoding.offsets[-1] == ((11, 16) if trims else (10, 16))
+    tokenizer = from_transformers(fast, "")
+    (row,) = rows(conversation(ASK, Message("assistant", "layer")), tokenizer)
+    assert [row.text[start:end] for start, end in row.spans] == ["layer<|im_end|>"]
+    for one in (tokenizer, without_offsets(tokenizer)):
+        (made,) = tokenize([row], one)
+        assert isinstance(made, Dropped)
+        assert made.reason == "mask_unsure"
 
 
 def test_a_tokenizer_file_that_cuts_and_fills_up() -> None:
