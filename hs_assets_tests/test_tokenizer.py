@@ -201,6 +201,20 @@ def test_no_chat_template(tmp_path: Path) -> None:
     assert "chat_template.jinja" in str(error.value)
 
 
+def test_a_chat_template_that_cannot_be_read(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    with pytest.raises(PromptError, match="chat template cannot be read") as error:
+        load_tokenizer(tmp_path)
+    assert error.value.where == "line 2"
+
+
+def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
+    inner = make_tokenizer(None)
+    inner.chat_template = {"default": stock(KIMI), "rag": stock(CHATML)}
+    inner.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).template.source == stock(KIMI)
+
+
 @pytest.fixture
 def remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkpoint whose tokenizer is Python code, and the file that the code leaves when it runs."""

@@ -17,7 +17,7 @@ def marked_spans(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> 
         if changes:
             return changes if isinstance(changes, Dropped) else REWRITTEN
     _, marks = tokenizer.template.render_marked(view.conversation, view.form)
-    marks = [(start, end) for start, end in marks if start < end]
+    marks = sorted((start, end) for start, end in marks if start < end)
     if not marks:
         return Dropped("mask_unsure", "the template's generation marks are empty")
     spans: list[tuple[int, int]] = []

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Conversation, Message, ToolCall
 
 RENDER_DATE = datetime(2025, 1, 1)
@@ -47,16 +48,25 @@ _CALLS = (Form(), Form(null_content=True), Form(json_arguments=True), Form(json_
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's source, and what it is told beside the messages (``bos_token``, …)."""
+    """A template's source, and what it is told beside the messages (``bos_token``, …).
+
+    Raises:
+        PromptError: the source is no template.
+    """
 
     source: str
     variables: Mapping[str, Any]
     _compiled: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        object.__setattr__(self, "_compiled", _compile_jinja_template(self.source))
+        try:
+            compiled = _compile_jinja_template(self.source)
+        except TemplateSyntaxError as error:
+            raise PromptError("the chat template cannot be read", where=f"line {error.lineno}", got=error.message) from error
+        object.__setattr__(self, "_compiled", compiled)
 
     @property
     def sha256(self) -> str:

@@ -82,7 +82,7 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> ChatToken
         trust_remote_code: run Python code that lies in that folder; it is part of the hash then.
 
     Raises:
-        PromptError: no tokenizer there, or one without a chat template.
+        PromptError: no tokenizer there, or one without a chat template; of several templates the default one is taken.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not here
     from transformers import AutoTokenizer
@@ -98,6 +98,8 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> ChatToken
             got=repr(error),
             remedy="check model.path; a tokenizer that is Python code needs model.trust_remote_code = true",
         ) from error
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     if not isinstance(tokenizer.chat_template, str):
         raise PromptError(
             "the model has no chat template", where=model, expected="chat_template.jinja or an entry in tokenizer_config.json"
