@@ -21,6 +21,7 @@ from hs_assets.samples.answers import (
 )
 from hs_assets.samples.conversations import Conversation, Dropped, Message, ToolCall
 from hs_assets.samples.model import stop_token_ids
+from hs_assets.samples.template import Form
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets_tests.small_tokenizer import (
     CHATML,
@@ -148,7 +149,7 @@ def test_an_answer_that_says_nothing(text: str, tokenizer: ChatTokenizer) -> Non
 def test_thinking_that_the_model_opens_stays_as_generated(tokenizer: ChatTokenizer) -> None:
     got = answered(one(tokenizer, "<think>\nhm\n</think>\n\n391."))
     assert [turn.rendering for turn in got.turns] == [AS_GENERATED]
-    rendered = tokenizer.render(got.conversation.messages)
+    rendered = tokenizer.template.render(got.conversation, Form())
     assert rendered.endswith("<|im_start|>assistant\n<think>\nhm\n</think>\n\n391.<|im_end|>\n")
 
 
@@ -158,7 +159,7 @@ def test_thinking_that_the_prompt_opens_stays_as_generated(tmp_path: Path) -> No
     got = answered(answer(QUESTION, tokenizer, RULES, model))
     assert tokenizer.decode(model.asked[0][1]).endswith("assistant\n<think>\n")
     assert got.turns[0].rendering == AS_GENERATED
-    assert tokenizer.render(got.conversation.messages).endswith("assistant\n<think>\nhm\n</think>\n\n391.<|im_end|>\n")
+    assert tokenizer.template.render(got.conversation, Form()).endswith("assistant\n<think>\nhm\n</think>\n\n391.<|im_end|>\n")
 
 
 def test_a_template_that_shows_no_thinking_is_said_to_remove_it(tmp_path: Path) -> None:

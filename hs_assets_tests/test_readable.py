@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.readable import Run, pieces, runs, visible
-from hs_assets.samples.tokenizer import ChatTokenizer
+from hs_assets.samples.tokenizer import ChatTokenizer, from_transformers
 from hs_assets_tests.small_tokenizer import CHATML, chat_tokenizer, stock
 
 
@@ -56,7 +56,8 @@ def test_a_tokenizer_that_decodes_a_word_alone_without_its_space() -> None:
     vocabulary = {"▁one": 0, "▁two": 1, "<unk>": 2}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer = ChatTokenizer("", "", (), PreTrainedTokenizerFast(tokenizer_object=inner))
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template="")
+    tokenizer = from_transformers(fast, "")
     assert tokenizer.decode([1]) == "two"
     assert [piece.text for piece in pieces(prompt_of([0, 1, 1], [True] * 3), tokenizer)] == ["one", " two", " two"]
 

@@ -19,6 +19,7 @@ from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import read_partition_table, write_partition
 from hs_assets.samples.show import find_row, show_row
 from hs_assets.samples.sources import Partitioning, Source, read_partition, refresh
+from hs_assets.samples.template import ChatTemplate
 from hs_assets.samples.tokenizer import load_tokenizer
 from hs_assets.store.layout import create
 from hs_assets.store.manifest import StoredSample, UnstoredRow
@@ -161,7 +162,7 @@ def test_what_no_longer_fits_together_is_said(project: Project) -> None:
     first = find_row(project.home.prompts, "rows-00000/0000")[1]
     swapped = dataclasses.replace(first, content=row.content)
     tokenizer = load_tokenizer(project.settings.model.path)
-    other = dataclasses.replace(tokenizer, template="another one", tokenizer_sha256="f" * 64)
+    other = dataclasses.replace(tokenizer, template=ChatTemplate("another one", {}), tokenizer_sha256="f" * 64)
     notes = show_row(partition, swapped, other, project.home.prompts / "index", open_store(project.store_path)).notes
     assert [note.split(":")[0] for note in notes] == [
         "the template changed since the prompts were made",

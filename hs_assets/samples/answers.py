@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hs_assets.samples.conversations import Conversation, Dropped, Message
+from hs_assets.samples.template import TemplateRefusalError
 from hs_assets.samples.tokenizer import ChatTokenizer
 
 AS_GENERATED, RETOKENISED, THINKING_REMOVED = "as_generated", "retokenised", "thinking_removed"
@@ -143,10 +144,13 @@ def _prompt(messages: list[Message], tokenizer: ChatTokenizer, rules: AnswerRule
 
 
 def _render(messages: list[Message], tokenizer: ChatTokenizer, *, prompt: bool) -> str | Dropped:
-    try:
-        return tokenizer.render(messages, prompt=prompt)
-    except Exception as error:  # a template raises what it likes on messages it refuses
-        return Dropped("template_error", f"{type(error).__name__}: {error}")
+    conversation, refusals = Conversation(tuple(messages)), []
+    for form in tokenizer.template.forms(conversation):
+        try:
+            return tokenizer.template.render(conversation, form, prompt=prompt)
+        except TemplateRefusalError as refusal:
+            refusals.append(str(refusal))
+    return Dropped("template_error", refusals[0])
 
 
 def _message(
