@@ -1,4 +1,4 @@
-"""The capture plugin: runs in SGLang's scheduler processes, and in writer processes beside them; imports torch, `wire` and `errors`.
+"""The capture plugin: runs in SGLang's schedulers, and in writer processes beside them; imports torch, `wire` and `errors` only.
 
 plugin.py     what SGLang's entry point calls; inert without `HS_ASSETS_CAPTURE`
 supported.py  the versions and model classes that passed parity, and the server flags that are refused
