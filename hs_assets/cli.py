@@ -1,11 +1,9 @@
-"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``prompts``, ``status``, ``lineage``, ``export``, ``verify``."""
+"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``prompts``, ``status``, ``lineage``, ``show``, ``export`` …"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ except ImportError:
 
 from hs_assets.cli_exports import export
 from hs_assets.cli_prompts import prompts
-from hs_assets.config import DEFAULT_HOME, Project, load_project
+from hs_assets.config import DEFAULT_HOME, load_project
 from hs_assets.errors import HsAssetsError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,7 +60,7 @@ def main() -> None:
     hs-assets prompts check FILE          what would become of its rows, without a server
     hs-assets demo                        everything once, on this machine, without a GPU
     hs-assets status --json               the ledger of every partition
-    hs-assets lineage demo-00000/0000     where a sample came from
+    hs-assets show demo-00000/0000        a sample's text, with what is supervised
     """
 
 
@@ -83,7 +81,7 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
     hs-assets demo
     hs-assets demo --model ~/models/SmolLM2-135M-Instruct --prompts chats.jsonl --home /tmp/try
     """
-    from hs_assets.console import ledger_table, lineage_tree, make_console
+    from hs_assets.console import ledger_table, lineage_tree, make_console, next_steps
     from hs_assets.defs.build import build_definitions
     from hs_assets.defs.demo import materialize, prepare, write_config
     from hs_assets.extraction.status import status
@@ -114,25 +112,8 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
         if captured and own:
             console.print(f"logprob rule: differences of own states at most {own:.3f}, of another sample's at least {other:.3f}")
         console.print(lineage_tree(lineage(*view.entries[0])))
-    console.print(_next_steps(project, view.entries[0][1].sample_id if len(view) else None), markup=False, soft_wrap=True)
+    console.print(next_steps(project, view.entries[0][1].sample_id if len(view) else None), markup=False, soft_wrap=True)
     sys.exit(1 if any(outcome.problem for outcome in outcomes) else 0)
-
-
-def _next_steps(project: Project, sample_id: str | None) -> str:
-    default = project.home.root == Path(DEFAULT_HOME).absolute()
-    here = "" if shutil.which("hs-assets") else os.path.relpath(Path(sys.executable).parent) + "/"
-    home = "" if default else f" --home {project.home.root}"
-    ui = f"{here}dagster dev"
-    if not default:
-        ui = f"HS_ASSETS_HOME={project.home.root} DAGSTER_HOME={project.home.dagster} {ui} -m hs_assets.definitions"
-    steps = [
-        (ui, "the same partitions in the browser, at http://127.0.0.1:3000"),
-        (f"{here}hs-assets status{home}", "the ledger again"),
-        (f"{here}hs-assets lineage {sample_id or 'SAMPLE_ID'}{home}", "where a sample came from"),
-        (f"{here}hs-assets verify{home}", "read and check every stored byte"),
-        (f"{here}hs-assets server stop{home}", "the server stops by itself when nobody uses it"),
-    ]
-    return "\n".join(["what to type next:", *(f"  # {what}\n  {command}" for command, what in steps)])
 
 
 @main.group()
@@ -258,6 +239,42 @@ def lineage(home: Path | None, config: str | None, as_json: bool, sample_id: str
         click.echo(json.dumps(dataclasses.asdict(record)))
     else:
         make_console().print(lineage_tree(record))
+
+
+@main.command()
+@_project_options
+@_json_option
+@click.option("--ids", is_flag=True, help="A line for every token, with its id.")
+@click.option("--no-color", is_flag=True, help="What is supervised in ⟦ ⟧ instead of colour; so it is where nobody watches.")
+@click.argument("sample_id")
+def show(home: Path | None, config: str | None, as_json: bool, ids: bool, no_color: bool, sample_id: str) -> None:
+    """A row as the model sees it, what is supervised in colour; what is stored of it. Exit status 2 where there is none.
+
+    \b
+    hs-assets show demo-00000/0003 --ids
+    hs-assets show demo-00000/0003 --json | jq '.states'
+    """
+    from hs_assets.console import make_console, shown_row
+    from hs_assets.samples.show import UnknownSampleError, find_row, show_row
+    from hs_assets.samples.tokenizer import load_tokenizer
+    from hs_assets.store import open_store
+
+    project = load_project(home, config)
+    try:
+        partition, row = find_row(project.home.prompts, sample_id)
+    except UnknownSampleError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    model = project.settings.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    store = open_store(project.store_path) if project.store_path.exists() else None
+    shown = show_row(partition, row, tokenizer, project.home.prompts / "index", store)
+    if as_json:
+        click.echo(json.dumps(shown.as_json()))
+        return
+    console = make_console()
+    colour = console.is_terminal and not console.no_color and not no_color
+    console.print(shown_row(shown, colour=colour, ids=ids), soft_wrap=True)
 
 
 @main.command()

@@ -82,6 +82,23 @@ class PromptSettings(_Section):
     """A partition that drops more of its rows than this fails."""
 
 
+class ResponseSettings(_Section):
+    """Whether the target model itself answers the prompts, in place of the answers that the sources have."""
+
+    enabled: bool = False
+    temperature: float = Field(default=0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1, gt=0, le=1)
+    seed: int | None = None
+    """Fixes what is drawn; needs `--enable-deterministic-inference` in server.args, without which SGLang ignores it."""
+    max_tokens: int = Field(default=1024, gt=0)
+    """Of one answer, its thinking included; `server.request_timeout_seconds` must allow for it."""
+    keep_thinking: bool = True
+    """Train on the model's thinking too; else it is taken off each answer."""
+    cut: Literal["drop", "keep"] = "drop"
+    """What becomes of a conversation with an answer that reached `max_tokens`; a template closes it as if it had ended."""
+
+
 class ServerSettings(_Section):
     """The SGLang server."""
 
@@ -141,6 +158,7 @@ class Settings(_Section):
     """Auxiliary residual ids, or `eagle3` for [2, n//2, n-3]; the final state is always added."""
     model: ModelSettings
     prompts: PromptSettings
+    responses: ResponseSettings = ResponseSettings()
     server: ServerSettings = ServerSettings()
     store: StoreSettings = StoreSettings()
     rules: RuleSettings = RuleSettings()
@@ -159,6 +177,10 @@ class Home:
     @property
     def prompts(self) -> Path:
         return self.root / "prompts"
+
+    @property
+    def responses(self) -> Path:
+        return self.root / "responses"
 
     @property
     def server(self) -> Path:

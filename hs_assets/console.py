@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
+from hs_assets.config import DEFAULT_HOME, Project
 from hs_assets.extraction.status import COMPLETE, PartitionStatus
+from hs_assets.samples.readable import runs, visible
+from hs_assets.samples.show import ShownRow
 from hs_assets.serving.state import LeaseRecord, ServerState
 from hs_assets.store.reader import Lineage
 from hs_assets.wire.records import CountersRecord
@@ -94,6 +103,81 @@ def server_lines(
             f"spent     {counters.writer_seconds:.1f} s by writers, {counters.scheduler_seconds:.2f} s on the scheduler's thread",
         ]
     return lines + [f"lease     {lease.purpose} (pid {lease.pid}, {time.time() - lease.since:.0f} s)" for lease in leases]
+
+
+def shown_row(shown: ShownRow, *, colour: bool, ids: bool) -> Text:
+    """A row as it is rendered, what is supervised in colour, else in ⟦ ⟧; the facts about it below.
+
+    Arguments:
+        ids: a line for every piece, with its ids.
+    """
+    text = Text()
+    if ids:
+        for piece in shown.pieces:
+            line = f"{' '.join(map(str, piece.ids)):>8}  "
+            text.append(line).append_text(_words(repr(piece.text), piece.supervised, piece.special, colour)).append("\n")
+    elif colour:
+        for run in runs(iter(shown.pieces)):
+            text.append_text(_words(run.text, run.supervised, run.special, colour))
+    else:
+        for supervised, group in itertools.groupby(shown.pieces, lambda piece: piece.supervised):
+            text.append_text(_words("".join(piece.text for piece in group), supervised, False, colour))
+    if not text.plain.endswith("\n") and shown.pieces:
+        text.append("\n")
+    return text.append("\n".join(f"{label:<9} {visible(value)}" for label, value in _facts(shown)))
+
+
+def _words(words: str, supervised: bool, special: bool, colour: bool) -> Text:
+    if not colour:
+        return Text(f"⟦{visible(words)}⟧" if supervised else visible(words))
+    return Text(visible(words), " ".join(["bold green"] * supervised + ["reverse"] * special))
+
+
+def _facts(shown: ShownRow) -> list[tuple[str, str]]:
+    made, row = shown.partition, shown.row
+    facts = [
+        ("sample", f"{row.sample_id}, prompts version {made.version}"),
+        ("source", f"{made.source.path}, row {row.source_row} (sha256 {row.source_sha256[:16]})"),
+    ]
+    if shown.dropped is not None:
+        facts.append(("dropped", f"{shown.dropped.reason}: {shown.dropped.detail}"))
+        facts += [("row", shown.raw)] if shown.raw is not None else []
+    else:
+        facts.append(("tokens", f"{shown.tokens:,}, {shown.supervised:,} supervised ({shown.supervised / shown.tokens:.1%})"))
+    if row.origin.finish_reasons:
+        ways = ", ".join(f"{f} ({r})" for f, r in zip(row.origin.finish_reasons, row.origin.renderings, strict=True))
+        facts.append(("answers", f"by {row.origin.answered_by}: {ways}"))
+    facts += [
+        (f"norm {residual_id}", f"mean {norms.mean:.4g}, {norms.smallest:.4g} to {norms.largest:.4g}")
+        for residual_id, norms in shown.norms.items()
+    ]
+    if shown.lineage is not None:
+        part = shown.lineage.parts[-1]
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part.captured_at))
+        spec = shown.lineage.state_fingerprint
+        facts.append(("states", f"{shown.lineage.layer_set}, spec {spec}, by server {part.server}, {when}, run {part.run_id}"))
+    if shown.unstored is not None:
+        facts.append((shown.unstored.outcome, f"{shown.unstored.reason}: {shown.unstored.detail}"))
+    return facts + [("note", note) for note in shown.notes]
+
+
+def next_steps(project: Project, sample_id: str | None) -> str:
+    """What to type after the demo."""
+    default = project.home.root == Path(DEFAULT_HOME).absolute()
+    here = "" if shutil.which("hs-assets") else os.path.relpath(Path(sys.executable).parent) + "/"
+    home = "" if default else f" --home {project.home.root}"
+    ui = f"{here}dagster dev"
+    if not default:
+        ui = f"HS_ASSETS_HOME={project.home.root} DAGSTER_HOME={project.home.dagster} {ui} -m hs_assets.definitions"
+    steps = [
+        (ui, "the same partitions in the browser, at http://127.0.0.1:3000"),
+        (f"{here}hs-assets status{home}", "the ledger again"),
+        (f"{here}hs-assets lineage {sample_id or 'SAMPLE_ID'}{home}", "where a sample came from"),
+        (f"{here}hs-assets show {sample_id or 'SAMPLE_ID'}{home}", "its text, with what is supervised"),
+        (f"{here}hs-assets verify{home}", "read and check every stored byte"),
+        (f"{here}hs-assets server stop{home}", "the server stops by itself when nobody uses it"),
+    ]
+    return "\n".join(["what to type next:", *(f"  # {what}\n  {command}" for command, what in steps)])
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -81,6 +81,7 @@ def write_project(home: Path, model: Path, source: Path, /, **settings: str) -> 
         "": settings.get("top", ""),
         "[model]": f'path = "{model}"\n' + settings.get("model", ""),
         "[prompts]": settings.get("prompts", ""),
+        "[responses]": settings.get("responses", ""),
         "[server]": settings.get("server", ""),
         "[store]": settings.get("store", ""),
         "[rules]": settings.get("rules", ""),

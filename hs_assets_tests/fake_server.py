@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +32,24 @@ from hs_assets_tests.dump_material import make_assembly, make_chunk
 Fault = Callable[[Rid, np.ndarray], np.ndarray | int | None]
 """Gets a request and its states [T, K+1, H] float32; gives the states to deliver, an HTTP status, or None for no dump."""
 
+Generate = Callable[[list[int], dict[str, Any]], dict[str, object] | int]
+"""Gets a prompt's ids and how to draw; gives what ``/generate`` answers, or an HTTP status."""
+
+
+LAST_SPECIAL_ID = 8
+"""Of the tokenizer that tiny checkpoints have."""
+
 
 class FakeServer:
-    """Counts the requests it gets: ``rows`` are theirs, in order."""
+    """Counts the requests it gets: ``rows`` are theirs, in order; ``asked`` are the prompts it generated for, ``aborted`` what it
+    was told to end."""
 
     def __init__(self, project: Project, target: Target, fault: Fault) -> None:
         self.rows: list[int] = []
         self.fault = fault
+        self.asked: list[list[int]] = []
+        self.aborted: list[str] = []
+        self.generate: Generate = echo_last_words
         self.seconds_each = 0.0
         self._target = target
         self._spool = Spool(project.spool_path)
@@ -53,9 +65,10 @@ class FakeServer:
         assert isinstance(head, Head)
         self._head = head
 
-    def answer(self, body: dict[str, object]) -> tuple[int, dict[str, object]]:
+    def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, object]]:
         rid = parse_rid(str(body["rid"]))
-        assert rid is not None
+        if rid is None:
+            return self._generated(body["input_ids"], body["sampling_params"])
         tokens = np.asarray(body["input_ids"], "<i4")
         steps = np.arange(1, len(tokens) + 1, dtype=np.float32)[:, None, None]
         states = np.cumsum(self._embedding[tokens], axis=0) / np.sqrt(steps)
@@ -75,6 +88,25 @@ class FakeServer:
         top = [[float(logprobs[i]), int(i), None] for i in np.argsort(-logprobs)[:20]]
         info = {"prompt_tokens": len(tokens), "cached_tokens": 0, "output_top_logprobs": [top]}
         return 200, {"meta_info": info}
+
+    def _generated(self, input_ids: list[int], parameters: dict[str, Any]) -> tuple[int, dict[str, object]]:
+        time.sleep(self.seconds_each)
+        with self._lock:
+            self.asked.append(input_ids)
+        made = self.generate(input_ids, parameters)
+        return (made, {"error": {"message": "made to fail"}}) if isinstance(made, int) else (200, made)
+
+
+def generated(output_ids: list[int], finish: str, **fields: object) -> dict[str, object]:
+    """What ``/generate`` answers."""
+    return {"text": "", "output_ids": output_ids, "meta_info": {"finish_reason": {"type": finish, **fields}}}
+
+
+def echo_last_words(input_ids: list[int], parameters: dict[str, Any]) -> dict[str, object]:
+    """An answer that differs from prompt to prompt: some of the prompt's own ids, without special tokens, and a stop."""
+    plain = [i for i in input_ids if i > LAST_SPECIAL_ID]
+    (stop,) = parameters["stop_token_ids"]
+    return generated([*plain[-5:], stop], "stop", matched=stop)
 
 
 class _Listener(ThreadingHTTPServer):
@@ -100,6 +132,8 @@ def fake_server(project: Project, fault: Fault = healthy) -> Iterator[FakeServer
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/abort_request":
+                server.aborted.append(body["rid"])
             status, answer = server.answer(body) if self.path == "/generate" else (200, {})
             payload = json.dumps(answer).encode()
             self.send_response(status)

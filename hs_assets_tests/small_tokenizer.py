@@ -120,7 +120,7 @@ def marked(template: str) -> str:
 
 
 @functools.cache
-def _trained(gpt2: bool) -> str:
+def trained(gpt2: bool) -> str:
     tokenizer = Tokenizer(models.BPE())
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2)
     split = pre_tokenizers.Split(_WORDS, "isolated")
@@ -139,7 +139,7 @@ def make_tokenizer(
     template: str | None, post_processor: processors.PostProcessor | None = None, *, gpt2: bool = False
 ) -> PreTrainedTokenizerFast:
     """The tokenizer as transformers sees it, with a chat template; `gpt2` splits a text into words as GPT-2 does."""
-    tokenizer = Tokenizer.from_str(_trained(gpt2))
+    tokenizer = Tokenizer.from_str(trained(gpt2))
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -71,6 +71,9 @@ def test_two_homes_have_two_spools(tmp_path: Path) -> None:
         ('[model]\npath = "m"\n', "prompts"),
         (MINIMAL + 'format = "sharegpt"\n', r"prompts\.sources\.0\.format(.|\n)*'messages'"),
         (MINIMAL.replace("[model]", "[model]\nrevision = 3"), r"model\.revision"),
+        (MINIMAL + "[responses]\ntemperature = -0.1\n", r"responses\.temperature"),
+        (MINIMAL + "[responses]\ntop_p = 0\n", r"responses\.top_p"),
+        (MINIMAL + '[responses]\ncut = "cut"\n', r"responses\.cut(.|\n)*'drop' or 'keep'"),
     ],
 )
 def test_errors_name_the_field(text: str, message: str) -> None:

@@ -124,12 +124,12 @@ def test_one_rank_writes_and_both_are_counted(faulty: Faulty) -> None:
     ready = [ReadyRecord.read(faulty.spool.ready_record(rank)) for rank in range(2)]
     assert [record.writes for record in ready] == [True, False]
     assert ready[0].device_bytes_per_token == (2 * len(AUX) + 1) * 128 * 4 + 4
-    time.sleep(1.5)  # they are written every second
+    time.sleep(2.5)  # writers count twice a second, and counters are written every second
     before = [CountersRecord.read(faulty.spool.counters(rank)) for rank in range(2)]
     with faulty.client() as client:
         outcomes = [outcome for outcome in client.capture("counted", make_prompts(20)) if outcome]
         assert all(isinstance(outcome, Captured) for outcome in outcomes)
-        time.sleep(1.5)
+        time.sleep(2.5)
         after = [CountersRecord.read(faulty.spool.counters(rank)) for rank in range(2)]
         for outcome in outcomes:
             outcome.files.free()
@@ -241,7 +241,8 @@ def test_a_writer_that_ends_ends_the_server(faulty: Faulty) -> None:
                     outcome.files.free()
                 outcomes.append(outcome)
 
-    with pytest.raises(ServerDiedError, match=r"capture is broken(.|\n)*1 of its 3 workers ended"):
+    # The writer, and the thread that copies once it notices.
+    with pytest.raises(ServerDiedError, match=r"capture is broken(.|\n)*[12] of its 3 workers ended"):
         take_all()
     assert time.monotonic() - began < 30, "it took the whole deadline to notice"
     assert [outcome for outcome in outcomes if isinstance(outcome, Failed)] == []

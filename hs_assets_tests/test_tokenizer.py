@@ -11,7 +11,8 @@ import pytest
 from transformers import dynamic_module_utils
 
 from hs_assets.errors import PromptError
-from hs_assets.samples.conversations import Message
+from hs_assets.samples.conversations import Conversation, Message
+from hs_assets.samples.template import Form
 from hs_assets.samples.tokenizer import ChatTokenizer, load_tokenizer
 from hs_assets_tests.small_tokenizer import (
     CHATML,
@@ -29,7 +30,7 @@ from hs_assets_tests.small_tokenizer import (
     without_offsets,
 )
 
-CHAT = (Message("system", "Be brief."), Message("user", "Erkläre das."), Message("assistant", "One.\n\nTwo 😀"))
+CHAT = Conversation((Message("system", "Be brief."), Message("user", "Erkläre das."), Message("assistant", "One.\n\nTwo 😀")))
 BYTE_TOKENIZER = '''
 from pathlib import Path
 
@@ -73,9 +74,9 @@ def tokenizer(tmp_path: Path) -> ChatTokenizer:
 @pytest.mark.parametrize("prompt", [False, True])
 def test_render_is_what_transformers_renders(template: str, prompt: bool, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, stock(template))
-    chat = [dataclasses.asdict(message) for message in CHAT]
+    chat = [dataclasses.asdict(message) for message in CHAT.messages]
     theirs = make_tokenizer(stock(template)).apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
-    assert tokenizer.render(CHAT, prompt=prompt) == theirs
+    assert tokenizer.template.render(CHAT, Form(), prompt=prompt) == theirs
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,10 @@ def test_render_is_what_transformers_renders(template: str, prompt: bool, tmp_pa
 def test_marks_do_not_change_the_text(template: str, generated: str, tmp_path: Path) -> None:
     without = chat_tokenizer(tmp_path / "stock", stock(template))
     with_marks = chat_tokenizer(tmp_path / "marked", marked(template))
-    text, spans = with_marks.render_marked(CHAT)
-    assert text == with_marks.render(CHAT) == without.render(CHAT)
+    text, spans = with_marks.template.render_marked(CHAT, Form())
+    assert text == with_marks.template.render(CHAT, Form()) == without.template.render(CHAT, Form())
     assert [text[start:end] for start, end in spans] == [generated]
-    assert (with_marks.marks_generation, without.marks_generation) == (True, False)
+    assert (with_marks.template.marks_generation, without.template.marks_generation) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_marks_do_not_change_the_text(template: str, generated: str, tmp_path: P
     ],
 )
 def test_marks_generation(template: str, marks: bool, tmp_path: Path) -> None:
-    assert chat_tokenizer(tmp_path, template).marks_generation is marks
+    assert chat_tokenizer(tmp_path, template).template.marks_generation is marks
 
 
 def test_encode_adds_nothing(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_encode_adds_nothing(tmp_path: Path) -> None:
     inner = make_tokenizer(None, adds_bos())
     text = "What is the residual stream?"
     assert inner.encode(text) == [SPECIAL_TOKENS.index("<s>"), *tokenizer.encode(text)]
-    assert tokenizer.encode_with_offsets(text)[0] == tokenizer.encode(text)
+    assert tokenizer.encode_batch([text])[0].ids == tokenizer.encode(text)
     assert tokenizer.encode("") == []
 
 
@@ -130,7 +131,8 @@ def test_decode_gives_the_text_back(text: str, tokenizer: ChatTokenizer) -> None
 
 def test_offsets_are_the_characters_of_each_token(tokenizer: ChatTokenizer) -> None:
     text = "What<|im_end|> is\n\n 😀 it?"
-    ids, offsets = tokenizer.encode_with_offsets(text)
+    (encoding,) = tokenizer.encode_batch([text])
+    ids, offsets = encoding.ids, encoding.offsets
     assert ids == tokenizer.encode(text)
     pieces = {text[start:end] for start, end in offsets}
     assert {"<|im_end|>", "😀"} <= pieces
@@ -199,6 +201,20 @@ def test_no_chat_template(tmp_path: Path) -> None:
     assert "chat_template.jinja" in str(error.value)
 
 
+def test_a_chat_template_that_cannot_be_read(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    with pytest.raises(PromptError, match="chat template cannot be read") as error:
+        load_tokenizer(tmp_path)
+    assert error.value.where == "line 2"
+
+
+def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
+    inner = make_tokenizer(None)
+    inner.chat_template = {"default": stock(KIMI), "rag": stock(CHATML)}
+    inner.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).template.source == stock(KIMI)
+
+
 @pytest.fixture
 def remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkpoint whose tokenizer is Python code, and the file that the code leaves when it runs."""
@@ -233,8 +249,8 @@ def test_code_beside_the_weights_is_part_of_the_hash(remote_code: tuple[Path, Pa
     assert ran.exists()
     assert not tokenizer.has_offsets
     assert set(tokenizer.special_tokens) == set(SPECIAL_TOKENS)
-    text = tokenizer.render(CHAT)
-    assert text == make_tokenizer(stock(KIMI)).apply_chat_template([dataclasses.asdict(m) for m in CHAT], tokenize=False)
+    text = tokenizer.template.render(CHAT, Form())
+    assert text == make_tokenizer(stock(KIMI)).apply_chat_template([dataclasses.asdict(m) for m in CHAT.messages], tokenize=False)
     assert len(tokenizer.encode("é<|im_end|>")) == 3
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -57,7 +57,7 @@ class _Open:
 
 
 class Assembly:
-    """The dumps that one writer thread has open. Not thread-safe: a request always goes to the same thread.
+    """The dumps that one writer has open. Not thread-safe: a request always goes to the same writer.
 
     What it did so far is counted: ``dumps``, their ``tokens`` and ``bytes``, and ``failures`` by reason.
     """

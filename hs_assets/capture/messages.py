@@ -69,7 +69,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class WritingStats:
-    """What a writer process says of itself every second; the names are those of `CountersRecord`."""
+    """What a writer process says of itself, twice a second; the names are those of `CountersRecord`."""
 
     dumps: int = 0
     failures: dict[str, int] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.rid import Kind, Rid, parse_rid
 from hs_assets.wire.spool import DumpFiles, Spool
 
-_STATS_SECONDS = 1.0
+_STATS_SECONDS = 0.5
 
 
 class Writing:

@@ -3,6 +3,7 @@
 project.py     the resource that every asset takes its configuration from
 partitions.py  one partition a shard of prompts
 layer_set.py   what is to be extracted, recorded: asset `layer_set`
+responses.py   the model's own answers to rows: asset `responses`, where it is enabled
 prompts.py     rows → token ids and masks: asset `prompts`
 extraction.py  one step, two assets: `raw_dumps` and `eagle3_samples`, with their checks
 exports.py     files for trainers, and the draft vocabulary

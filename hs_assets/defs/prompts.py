@@ -1,31 +1,41 @@
 """Asset `prompts`: the rows of a partition as token ids and loss masks, made by the model's own tokenizer and template."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
 from hs_assets.defs.project import ProjectResource
+from hs_assets.extraction.respond import choice, generation_spec
 from hs_assets.extraction.status import sources
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.filters import limits_of
 from hs_assets.samples.model import read_model_facts
+from hs_assets.samples.page import render_page
 from hs_assets.samples.prepare import make_partition
-from hs_assets.samples.prompts import PromptPartition, write_partition
+from hs_assets.samples.prompts import PromptPartition, page_path, write_partition
+from hs_assets.samples.responses import read_responses
 from hs_assets.samples.sources import read_partition
 from hs_assets.samples.survey import Survey
 from hs_assets.samples.tokenizer import load_tokenizer
+from hs_assets.wire.records import write_atomic
 
 
-def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefinition:
-    """The asset, over the partitions of all sources."""
+def build_prompts(partitions: dg.PartitionsDefinition[str], deps: Sequence[dg.AssetKey] = ()) -> dg.AssetsDefinition:
+    """The asset, over the partitions of all sources; `deps` are what it is made from beside them."""
 
     @dg.asset(
-        partitions_def=partitions, group_name="extraction", kinds={"parquet"}, owners=["team:hs-assets"], output_required=False
+        deps=deps,
+        partitions_def=partitions,
+        group_name="extraction",
+        kinds={"parquet"},
+        owners=["team:hs-assets"],
+        output_required=False,
     )
     def prompts(context: dg.AssetExecutionContext, project: ProjectResource) -> Iterator[dg.MaterializeResult[None]]:
         """Conversations → token ids and loss mask, with the row of the file that each came from.
 
-        A row whose mask cannot be made surely is dropped with a reason, never guessed. Nothing is sent to the server.
+        A row whose mask cannot be made surely is dropped with a reason, never guessed. Nothing is sent to the server. Where
+        `responses` is enabled, the answers are the target model's own.
         """
         loaded = project.load()
         settings, key = loaded.settings, context.partition_key
@@ -33,19 +43,28 @@ def build_prompts(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefiniti
         tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
         source = next(s for s in sources(loaded) if key.rpartition("-")[0] == s.name)
         rows = read_partition(loaded.home.prompts / "index", source, key, settings.prompts.max_row_bytes)
-        made = make_partition(key, source, rows, tokenizer, limits_of(settings.prompts, facts))
-        path = write_partition(made, loaded.home.prompts)
+        responses = read_responses(loaded.home.responses, key) if settings.responses.enabled else None
+        if responses is not None:
+            responses.require(generation_spec(loaded, tokenizer), choice(loaded), rows)
+        made = make_partition(key, source, rows, tokenizer, limits_of(settings.prompts, facts), responses)
+        path, page = write_partition(made, loaded.home.prompts), page_path(loaded.home.prompts, key)
+        write_atomic(page, render_page(made, tokenizer))
         dropped = sum(made.dropped.values())
         context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(made.rows), made.dropped)
         limit = settings.prompts.max_dropped_share
         if dropped > limit * len(made.rows):
             raise dg.Failure(
                 f"{dropped} of {len(made.rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
-                metadata={"dropped": dg.JsonMetadataValue(made.dropped), "dropped rows": _dropped_table(made)},
+                metadata={
+                    "dropped": dg.JsonMetadataValue(made.dropped),
+                    "dropped rows": _dropped_table(made),
+                    "page": dg.MetadataValue.path(page),
+                },
                 allow_retries=False,
             )
         yield dg.MaterializeResult(
-            data_version=dg.DataVersion(made.version), metadata={**_metadata(made), "path": dg.MetadataValue.path(path)}
+            data_version=dg.DataVersion(made.version),
+            metadata={**_metadata(made), "path": dg.MetadataValue.path(path), "page": dg.MetadataValue.path(page)},
         )
 
     return prompts

@@ -67,7 +67,7 @@ def extract(project: Project, target: Target, key: str, run_id: str, say: Say) -
     Raises:
         HsAssetsError: it cannot begin. What goes wrong later is in the report's `problems`.
     """
-    with _alone(project, key, say):
+    with alone(project, key, say):
         return _extract(project, target, key, run_id, say)
 
 
@@ -120,7 +120,7 @@ def capture_only(project: Project, target: Target, key: str, say: Say) -> Report
         SpoolError: they cannot fit; nothing was asked then.
         HsAssetsError: it cannot begin. What goes wrong later is in the report's `problems`.
     """
-    with _alone(project, key, say):
+    with alone(project, key, say):
         return _capture_only(project, target, key, say)
 
 
@@ -143,8 +143,8 @@ def _capture_only(project: Project, target: Target, key: str, say: Say) -> Repor
 
 
 @contextmanager
-def _alone(project: Project, key: str, say: Say) -> Iterator[None]:
-    """Keep a second run of the partition waiting: it would write its manifest from what it knew before."""
+def alone(project: Project, key: str, say: Say) -> Iterator[None]:
+    """Keep a second run of the partition waiting: it would write what it makes from what it knew before."""
     path = project.home.root / "locks" / f"{key}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

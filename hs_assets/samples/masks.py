@@ -1,194 +1,162 @@
-"""Messages → token ids and loss mask: True on the assistant's tokens of every turn, its end-of-turn token included.
+"""Conversations → the text that the model sees, and the spans of it that are supervised → token ids and loss masks.
 
-Where the template marks what the assistant generates, the marks decide. Else each turn is found by rendering the
-conversation up to it and through it: what stands between the two was generated, if both are beginnings of the whole.
-A conversation for which that is not sure is dropped, never guessed.
+Where the template marks what the assistant generates, the marks decide; else `turns` finds each turn in the text. Where
+the template renders a turn another way once others follow (earlier thinking is left out, …), each turn becomes a row of its
+own: the conversation as the model saw it when it generated that turn. A conversation for which any of that is not sure is
+dropped, never guessed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
 
 from hs_assets.samples.conversations import Conversation, Dropped, Message, Tokenized
+from hs_assets.samples.encoding import encode
+from hs_assets.samples.generated import graft, refill
+from hs_assets.samples.marks import marked_spans
 from hs_assets.samples.tokenizer import ChatTokenizer
-
-_EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>")
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A conversation as the model sees it, and the spans [start, end) of its characters that are supervised."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    turn: int | None = None
+from hs_assets.samples.turns import REWRITTEN, find_turn
+from hs_assets.samples.views import View, complete_view
 
 
 class Supervise(StrEnum):
-    """Which tokens are supervised: all turns of the assistant, the last one only, or every token."""
+    """What is trained on: all of the assistant's turns, the last one alone, or every token."""
 
     ALL = "all"
     LAST = "last"
     EVERYTHING = "everything"
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text as the model sees it, and the spans [start, end) of its characters that are supervised.
+
+    ``turn`` is the index of the one message that is supervised, None where a row has all of them.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    turn: int | None = None
+
+
 def render_conversation(
     conversation: Conversation, tokenizer: ChatTokenizer, supervise: Supervise = Supervise.ALL
 ) -> tuple[Rendered, ...] | Dropped:
-    """The conversation as the model sees it, with its supervised spans."""
-    messages = conversation.messages
-    if conversation.tools or any(message.tool_calls or message.reasoning for message in messages):
-        return Dropped("template_error", "tools and reasoning are not rendered yet")
-    if (forged := _forged(messages, tokenizer)) is not None:
+    """The rows of a conversation, usually one, or why they cannot be made surely."""
+    forged = _forged(conversation, tokenizer)
+    if forged is not None:
         return forged
-    rendered = render(messages, tokenizer)
-    if isinstance(rendered, Dropped):
-        return rendered
+    turns = [turn for turn, message in enumerate(conversation.messages) if message.role == "assistant"]
+    trained = [turn for turn in (turns[-1:] if supervise is Supervise.LAST else turns) if conversation.messages[turn].trained]
+    if not trained and supervise is not Supervise.EVERYTHING:
+        return Dropped("no_supervised_tokens", "no turn of the assistant is trained on")
+    view = complete_view(conversation, tokenizer)
+    if isinstance(view, Dropped):
+        return view
     if supervise is Supervise.EVERYTHING:
-        return (Rendered(rendered.text, ((0, len(rendered.text)),)),)
-    answers = [message for message in messages if message.role == "assistant"]
-    last = len(answers) - 1 if supervise is Supervise.LAST else 0
-    spans = tuple(
-        span
-        for number, (message, span) in enumerate(zip(answers, rendered.spans, strict=False))
-        if message.trained and number >= last
-    )
-    return (Rendered(rendered.text, spans),)
+        row = _everything(view, tokenizer)
+        return row if isinstance(row, Dropped) else (row,)
+    whole = _supervised(view, trained, tokenizer)
+    if not isinstance(whole, Dropped):
+        return (whole,)
+    if whole is not REWRITTEN and whole.reason != "not_rendered":
+        return whole
+    rows = []
+    for turn in trained:
+        row = _turn_alone(Conversation(conversation.messages[: turn + 1], conversation.tools), turn, tokenizer)
+        if isinstance(row, Dropped):
+            return row
+        rows.append(row)
+    return tuple(rows)
+
+
+def _turn_alone(conversation: Conversation, turn: int, tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    """The conversation up to and including a turn, supervised on that one."""
+    view = complete_view(conversation, tokenizer)
+    if isinstance(view, Dropped):
+        return view
+    row = _supervised(view, [turn], tokenizer)
+    if isinstance(row, Dropped) and not tokenizer.template.marks_generation:
+        generated = refill(view, turn, tokenizer) if row.reason == "not_rendered" else graft(view, turn, tokenizer)
+        row = row if generated is None else Rendered(generated[0], (generated[1],))
+    if row is REWRITTEN:
+        return Dropped("mask_unsure", f"the generation prompt before turn {turn} is not how the turn begins")
+    return row if isinstance(row, Dropped) else replace(row, turn=turn)
 
 
 def render_text(text: str, tokenizer: ChatTokenizer) -> Rendered | Dropped:
-    """Plain text, all of it supervised."""
-    forged = _forged([Message("text", text)], tokenizer)
-    return Rendered(text, ((0, len(text)),)) if forged is None else forged
+    """A plain text, all of it supervised, with the tokenizer's beginning of a text where it writes one."""
+    bos = tokenizer.bos or ""
+    text = text.removeprefix(bos)
+    if not text.strip():
+        return Dropped("empty_row", "the text is empty")
+    special = tokenizer.special_pattern.search(text)
+    if special is not None:
+        return Dropped("special_token_in_content", f"the text contains {special.group()!r}")
+    return Rendered(bos + text, ((0, len(bos + text)),))
 
 
 def tokenize(rendered: Sequence[Rendered], tokenizer: ChatTokenizer) -> list[Tokenized | Dropped]:
-    """Token ids and loss mask of each."""
-    return [_tokenize(one, tokenizer) for one in rendered]
+    """Ids and mask of each row, in one batch on all cores where the tokenizer can."""
+    return encode([(row.text, row.spans) for row in rendered], tokenizer)
 
 
-def _forged(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Dropped | None:
-    for number, message in enumerate(messages):
-        found = next((token for token in tokenizer.special_tokens if token in message.content), None)
-        if found is not None:
-            return Dropped("special_token_in_content", f"turn {number} ({message.role}) contains {found!r}")
-    return None
+def _forged(conversation: Conversation, tokenizer: ChatTokenizer) -> Dropped | None:
+    """Text that would encode to a special token: nobody could tell it from the template's own."""
+    special = tokenizer.special_pattern.search
+    for turn, message in enumerate(conversation.messages):
+        forged = special("\n".join(_words(message)))
+        if forged is not None:
+            return Dropped("special_token_in_content", f"turn {turn} ({message.role}) contains {forged.group()!r}")
+    tools = json.dumps([dict(tool) for tool in conversation.tools], ensure_ascii=False) if conversation.tools else ""
+    forged = special(tools)
+    return None if forged is None else Dropped("special_token_in_content", f"the tools contain {forged.group()!r}")
 
 
-def tokenize_conversation(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Tokenized | Dropped:
-    """Token ids and loss mask of a conversation, or why they cannot be made surely."""
-    if (forged := _forged(messages, tokenizer)) is not None:
-        return forged
-    rendered = render(messages, tokenizer)
-    return rendered if isinstance(rendered, Dropped) else _tokenize(rendered, tokenizer)
+def _words(message: Message) -> Iterator[str]:
+    yield message.content
+    yield from filter(None, (message.reasoning, message.name, message.tool_call_id))
+    for call in message.tool_calls:
+        yield json.dumps([call.name, call.id, dict(call.arguments)], ensure_ascii=False)
 
 
-def render(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
-    """The template's text with its supervised spans."""
-    try:
-        return _by_marks(messages, tokenizer) if tokenizer.marks_generation else _by_prefixes(messages, tokenizer)
-    except Exception as error:  # a template raises what it likes on messages it refuses
-        return Dropped("template_error", f"{type(error).__name__}: {error}")
+def _supervised(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    """The text with the spans of `turns`; `REWRITTEN` where one of them was another when it was generated."""
+    if not tokenizer.template.marks_generation:
+        return _found(view, turns, tokenizer)
+    spans = marked_spans(view, turns, tokenizer)
+    return spans if isinstance(spans, Dropped) else Rendered(view.text, spans)
 
 
-def _by_marks(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
-    text, spans = tokenizer.render_marked(messages)
-    if not spans:
-        return Dropped("mask_unsure", "the template's generation marks are empty")
-    answers = iter([message.content.strip() for message in messages if message.role == "assistant"])
-    for start, end in spans:
-        words = text[start:end]
-        for token in tokenizer.special_tokens:
-            words = words.replace(token, "")
-        words = words.strip()
-        # A template may leave out the thinking of earlier turns, and so render a part of an answer.
-        if not any(answer in words or (words and words in answer) for answer in answers):
-            return Dropped("mask_unsure", "what the template marks is not the answers, one after another")
+def _found(view: View, turns: Sequence[int], tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    text, spans = view.text, []
+    for turn in turns:
+        bounds = find_turn(view, turn, tokenizer)
+        if isinstance(bounds, Dropped):
+            return bounds
+        spans.append(bounds.span(view))
+        text += bounds.stop
     return Rendered(text, tuple(spans))
 
 
-def _by_prefixes(messages: Sequence[Message], tokenizer: ChatTokenizer) -> Rendered | Dropped:
-    text = tokenizer.render(messages)
-    spans = []
-    for number, message in enumerate(messages):
+def _everything(view: View, tokenizer: ChatTokenizer) -> Rendered | Dropped:
+    """All of the text but the turns that are not trained on."""
+    left_out = []
+    for turn, message in enumerate(view.conversation.messages):
+        if message.trained:
+            continue
         if message.role != "assistant":
+            places = view.located.places
+            left_out += [(places[index].start, places[index].end) for index in view.located.of_turn(turn)]
             continue
-        before = tokenizer.render(messages[:number], prompt=True)
-        through = tokenizer.render(messages[: number + 1])
-        if not through.startswith(before) or not text.startswith(through):
-            return Dropped("mask_unsure", f"the template renders turn {number} another way inside the conversation")
-        span = _generated(through, len(before), message.content, tokenizer.special_tokens)
-        if span is None:
-            return Dropped("mask_unsure", f"the answer of turn {number} and its end-of-turn token are not found as rendered")
-        spans.append(span)
-    return Rendered(text, tuple(spans))
-
-
-def _generated(through: str, prompt_end: int, content: str, special_tokens: Sequence[str]) -> tuple[int, int] | None:
-    """The span of a turn: from the generation prompt through the special tokens that end the answer.
-
-    An empty thinking scaffold before the answer is the template's, and left out.
-    """
-    scaffold = _EMPTY_THINKING.match(through, prompt_end)
-    is_scaffold = scaffold is not None and not _EMPTY_THINKING.match(content)
-    first = scaffold.end() if scaffold is not None and is_scaffold else prompt_end
-    words = content if _follows(through, first, content) else content.strip()
-    found = through.find(words, first)
-    if found < 0 or through[first:found].strip():
-        return None
-    answer_end = found + len(words)
-    stop = end = answer_end + len(through[answer_end:]) - len(through[answer_end:].lstrip())
-    while token := next((token for token in special_tokens if through.startswith(token, end)), None):
-        end += len(token)
-    return None if end == stop else (found if is_scaffold else prompt_end, end)
-
-
-def _follows(text: str, start: int, words: str) -> bool:
-    """Whether `words` come next in `text`, after white space at most."""
-    found = text.find(words, start)
-    return found >= 0 and not text[start:found].strip()
-
-
-def _tokenize(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
-    made = _by_offsets(rendered, tokenizer) if tokenizer.has_offsets else _by_pieces(rendered, tokenizer)
-    if isinstance(made, Dropped):
-        return made
-    supervised = [i for i, flag in zip(made.input_ids, made.loss_mask, strict=True) if flag]
-    wanted, got = "".join(rendered.text[a:b] for a, b in rendered.spans), tokenizer.decode(supervised)
-    if tokenizer.decode(made.input_ids) != rendered.text:  # a tokenizer that adds or drops spaces as it decodes
-        wanted, got = "".join(wanted.split()), "".join(got.split())
-    return made if wanted == got else Dropped("mask_unsure", "the supervised tokens do not decode to the answers")
-
-
-def _by_pieces(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
-    """Without offsets: encode what is supervised and what is not apart, if that gives the ids of the whole."""
-    ids: list[int] = []
-    mask: list[bool] = []
-    bounds = [0, *(bound for span in rendered.spans for bound in span), len(rendered.text)]
-    for number, (start, end) in enumerate(pairwise(bounds)):
-        piece = tokenizer.encode(rendered.text[start:end])
-        ids += piece
-        mask += [number % 2 == 1] * len(piece)
-    if ids != tokenizer.encode(rendered.text):
-        return Dropped("mask_unsure", "the turns encode to other ids alone than in the conversation")
-    return Tokenized(tuple(ids), tuple(mask))
-
-
-def _by_offsets(rendered: Rendered, tokenizer: ChatTokenizer) -> Tokenized | Dropped:
-    ids, offsets = tokenizer.encode_with_offsets(rendered.text)
-    mask = [False] * len(ids)
-    spans = iter(rendered.spans)
-    span = next(spans, None)
-    for index, (start, end) in enumerate(offsets):
-        while span is not None and start >= span[1]:
-            span = next(spans, None)
-        if span is None or end <= span[0]:
-            continue
-        if start < span[0] or end > span[1]:
-            return Dropped("mask_unsure", f"token {index} lies across the edge of an answer")
-        mask[index] = True
-    return Tokenized(tuple(ids), tuple(mask))
+        bounds = find_turn(view, turn, tokenizer)
+        if isinstance(bounds, Dropped):
+            return bounds
+        start, end = bounds.span(view)
+        left_out.append((start, end - len(bounds.stop)))
+    edges = [0, *(edge for span in sorted(left_out) for edge in span), len(view.text)]
+    spans = tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+    return Rendered(view.text, spans)

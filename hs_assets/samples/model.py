@@ -108,6 +108,23 @@ def read_model_facts(path: Path) -> ModelFacts:
     return facts
 
 
+def stop_token_ids(path: Path, eos_token_id: int | None) -> tuple[int, ...]:
+    """The ids at which the model ends an answer: those of generation_config.json and config.json, and the tokenizer's.
+
+    Raises:
+        ConfigError: none of them names one.
+    """
+    found = set() if eos_token_id is None else {eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        fields = json.loads((path / name).read_text()) if (path / name).exists() else {}
+        for holder in (fields, fields.get("text_config") or {}):
+            named = holder.get("eos_token_id")
+            found |= {int(i) for i in (named if isinstance(named, list) else [named]) if i is not None}
+    if not found:
+        raise ConfigError("nothing says where an answer ends", where=path, expected="eos_token_id in generation_config.json")
+    return tuple(sorted(found))
+
+
 @functools.lru_cache(maxsize=4)
 def load_head(facts: ModelFacts) -> Head | str:
     """The final norm and head of a checkpoint, or why the `logprob` rule cannot use them."""

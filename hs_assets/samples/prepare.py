@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 
+from hs_assets.samples.answers import Answered
 from hs_assets.samples.conversations import Conversation, Dropped, Text, Tokenized
 from hs_assets.samples.filters import PromptLimits, check_turns, fit
 from hs_assets.samples.formats import ParsedRow, parse_row
 from hs_assets.samples.masks import Rendered, render_conversation, render_text, tokenize
-from hs_assets.samples.prompts import Prompt, PromptPartition, PromptRow
+from hs_assets.samples.prompts import Origin, Prompt, PromptPartition, PromptRow
+from hs_assets.samples.responses import Responses
 from hs_assets.samples.sources import Source, SourceRow
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets.wire.dump import token_sha256
@@ -26,26 +28,74 @@ PROMPTS_VERSION = 2
 _Made = Rendered | Tokenized | Dropped
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A row of the source, what it holds or was answered, and by whom."""
+
+    row: SourceRow
+    parsed: ParsedRow
+    origin: Origin
+
+
 def make_partition(
-    key: str, source: Source, rows: Sequence[SourceRow], tokenizer: ChatTokenizer, limits: PromptLimits
+    key: str,
+    source: Source,
+    rows: Sequence[SourceRow],
+    tokenizer: ChatTokenizer,
+    limits: PromptLimits,
+    responses: Responses | None = None,
 ) -> PromptPartition:
-    """The prompts of a partition, numbered over all that its rows give."""
-    parsed = [_parse(row, source.format) for row in rows]
-    made = [(row, one, each) for row, one in zip(rows, parsed, strict=True) for each in _render(one, tokenizer, limits)]
-    tokenized = iter(tokenize([each for _, _, each in made if isinstance(each, Rendered)], tokenizer))
+    """The prompts of a partition, numbered over all that its rows give.
+
+    Arguments:
+        responses: a model's answers to these very rows, which take the place of the source's.
+    """
+    given = _given(rows, source, responses)
+    made = [(one, each) for one in given for each in _render(one.parsed, tokenizer, limits)]
+    tokenized = iter(tokenize([each for _, each in made if isinstance(each, Rendered)], tokenizer))
     prompts = []
-    for number, (row, one, each) in enumerate(made):
+    for number, (one, each) in enumerate(made):
         content = _fit(number, next(tokenized) if isinstance(each, Rendered) else each, limits)
-        turn = each.turn if isinstance(each, Rendered) else None
-        prompts.append(PromptRow(sample_id(key, number), number, row.number, row.sha256, content, turn, one.format, one.unread))
+        prompts.append(
+            PromptRow(
+                sample_id(key, number),
+                number,
+                one.row.number,
+                one.row.sha256,
+                content,
+                each.turn if isinstance(each, Rendered) else None,
+                one.parsed.format,
+                one.parsed.unread,
+                one.origin,
+            )
+        )
     facts = (PROMPTS_VERSION, tokenizer.template_sha256, tokenizer.tokenizer_sha256, asdict(limits), source.format)
     # The prompts themselves too: a template may look at the clock.
-    identity = json.dumps([facts, [(row.source_sha256, row.turn, _identity(row.content)) for row in prompts]])
+    contents = [(row.source_sha256, row.turn, _identity(row.content)) for row in prompts]
+    identity = json.dumps([facts, contents, responses and responses.version])
     version = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, tuple(prompts))
 
 
-def _parse(row: SourceRow, row_format: str) -> ParsedRow:
+def _given(rows: Sequence[SourceRow], source: Source, responses: Responses | None) -> list[_Given]:
+    parsed = [parse_source_row(row, source.format) for row in rows]
+    if responses is None:
+        return [_Given(row, one, Origin()) for row, one in zip(rows, parsed, strict=True)]
+    return [
+        _answered(row, one, answers.content, responses.answered_by)
+        for row, one, answers in zip(rows, parsed, responses.rows, strict=True)
+    ]
+
+
+def _answered(row: SourceRow, parsed: ParsedRow, answers: Answered | Dropped, answered_by: str) -> _Given:
+    if isinstance(answers, Dropped):
+        return _Given(row, replace(parsed, content=answers), Origin())
+    finish_reasons, renderings = (tuple(names) for names in zip(*((t.finish, t.rendering) for t in answers.turns), strict=True))
+    return _Given(row, replace(parsed, content=answers.conversation), Origin(answered_by, finish_reasons, renderings))
+
+
+def parse_source_row(row: SourceRow, row_format: str) -> ParsedRow:
+    """What a row of a source holds; a row that repeats another is dropped."""
     parsed = parse_row(row.raw, row_format)
     if row.duplicate_of is None:
         return parsed

@@ -35,6 +35,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Who wrote the assistant's turns: the source, or a model; then how each of them ended, and how it renders."""
+
+    answered_by: str = "source"
+    finish_reasons: tuple[str, ...] = ()
+    renderings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRow:
     """A row of a partition: where it came from, and its prompt or the reason it has none.
 
@@ -50,6 +59,7 @@ class PromptRow:
     turn: int | None = None
     format: str = ""
     unread: tuple[str, ...] = ()
+    origin: Origin = Origin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,9 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
             "token_sha256": pa.array([p and p.token_sha256 for p in kept], pa.string()),
             "input_ids": pa.array([None if p is None else p.input_ids for p in kept], pa.list_(pa.int32())),
             "loss_mask": pa.array([None if p is None else p.loss_mask for p in kept], pa.list_(pa.bool_())),
+            "answered_by": pa.array([row.origin.answered_by for row in partition.rows], pa.string()),
+            "finish_reasons": pa.array([row.origin.finish_reasons for row in partition.rows], pa.list_(pa.string())),
+            "renderings": pa.array([row.origin.renderings for row in partition.rows], pa.list_(pa.string())),
         }
     ).replace_schema_metadata(
         {
@@ -146,6 +159,11 @@ def table_path(folder: Path, key: str) -> Path:
     return folder / f"{key}.parquet"
 
 
+def page_path(folder: Path, key: str) -> Path:
+    """Where the page that shows some of its rows lies."""
+    return folder / f"{key}.html"
+
+
 def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
     content: Prompt | Dropped
     if entry["dropped"] is not None:
@@ -153,6 +171,7 @@ def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
     else:
         ids, mask = np.asarray(entry["input_ids"], "<i4"), np.asarray(entry["loss_mask"], bool)
         content = Prompt(number, ids, mask, entry["token_sha256"])
+    origin = Origin(entry["answered_by"], tuple(entry["finish_reasons"]), tuple(entry["renderings"]))
     return PromptRow(
         entry["sample_id"],
         number,
@@ -162,4 +181,5 @@ def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
         entry.get("turn"),
         entry.get("format", ""),
         tuple(entry.get("unread", ())),
+        origin,
     )

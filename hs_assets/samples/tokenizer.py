@@ -5,77 +5,76 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hs_assets.errors import PromptError
-from hs_assets.samples.conversations import Message
+from hs_assets.samples.template import ChatTemplate
 
 _FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_CONTROL = re.compile(r"^<[|｜].*>$|^<.*[|｜]>$")
 
 
-@dataclass(frozen=True, slots=True)
+class Table(dict[Hashable, Any]):
+    """What was found out once; it starts anew where it holds as many entries as it may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Hashable, value: object) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+@dataclass(frozen=True)
 class ChatTokenizer:
     """A tokenizer with its chat template.
 
-    ``special_tokens`` are the texts that encode to one special id, longest first.
+    ``special_tokens`` are the texts that encode to one special id, with that id, longest first; also those that are only
+    written like one (``<｜User｜>``), which some vocabularies do not declare. ``bos`` is the text that the tokenizer puts
+    before a plain text, if it does. ``known_turns`` is what `turns` found out about the template.
     """
 
-    template: str
+    template: ChatTemplate
     tokenizer_sha256: str
-    special_tokens: tuple[str, ...]
+    special_tokens: Mapping[str, int]
+    bos: str | None
     _tokenizer: Any
+    known_turns: Table = field(default_factory=lambda: Table(4096), compare=False, repr=False)
 
     @property
     def template_sha256(self) -> str:
-        return hashlib.sha256(self.template.encode()).hexdigest()
+        return self.template.sha256
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, as far as the tokenizer says one."""
+        found = self._tokenizer.eos_token_id
+        return None if found is None else int(found)
 
     @property
     def has_offsets(self) -> bool:
         """Whether the tokenizer says which characters a token came from."""
         return bool(self._tokenizer.is_fast)
 
-    @property
-    def marks_generation(self) -> bool:
-        """Whether the template itself marks what the assistant generates."""
-        return _GENERATION.search(self.template) is not None
-
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The template's text for `messages`, with the opening of an assistant turn at the end if `prompt`.
-
-        Raises:
-            Exception: whatever the template raises on messages it refuses.
-        """
-        return self._render(messages, prompt)[0]
-
-    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, and the spans [start, end) of its characters that ``{% generation %}`` marks."""
-        return self._render(messages, prompt=False)
-
-    def _render(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        texts, spans = render_jinja_template(
-            conversations=[chat],
-            chat_template=self.template,
-            return_assistant_tokens_mask=self.marks_generation,
-            add_generation_prompt=prompt,
-            **self._tokenizer.special_tokens_map,
-        )
-        return texts[0], [(int(a), int(b)) for a, b in spans[0]] if spans else []
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Any special token's text; where one begins another, the longer one."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text; nothing is added to it."""
         return [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False)]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and for each the characters [start, end) it came from."""
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return [int(i) for i in encoded["input_ids"]], [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
+    def encode_batch(self, texts: Sequence[str]) -> list[Any]:
+        """`tokenizers.Encoding` of each rendered text, made on all cores; only where `has_offsets`."""
+        encodings: list[Any] = self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return encodings
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
@@ -89,7 +88,7 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> ChatToken
         trust_remote_code: run Python code that lies in that folder; it is part of the hash then.
 
     Raises:
-        PromptError: no tokenizer there, or one without a chat template.
+        PromptError: no tokenizer there, or one without a chat template; of several templates the default one is taken.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not here
     from transformers import AutoTokenizer
@@ -105,15 +104,28 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> ChatToken
             got=repr(error),
             remedy="check model.path; a tokenizer that is Python code needs model.trust_remote_code = true",
         ) from error
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     if not isinstance(tokenizer.chat_template, str):
         raise PromptError(
             "the model has no chat template", where=model, expected="chat_template.jinja or an entry in tokenizer_config.json"
         )
-    special = (str(added) for added in tokenizer.added_tokens_decoder.values() if added.special)
+    return from_transformers(tokenizer, _hash_files(model, with_code=trust_remote_code))
+
+
+def from_transformers(tokenizer: Any, sha256: str) -> ChatTokenizer:
+    """A tokenizer of transformers that has a chat template, with the hash of the files that it came from."""
+    if tokenizer.is_fast:  # what tokenizer.json may ask for would cut or fill up rows without a word
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    added = {str(token): (int(i), token.special) for i, token in tokenizer.added_tokens_decoder.items()}
+    special = {text: i for text, (i, is_special) in added.items() if is_special or _CONTROL.search(text)}
+    bos, first = tokenizer.bos_token, tokenizer.encode("a", add_special_tokens=True)[:1]
     return ChatTokenizer(
-        template=tokenizer.chat_template,
-        tokenizer_sha256=_hash_files(model, with_code=trust_remote_code),
-        special_tokens=tuple(sorted(special, key=len, reverse=True)),
+        template=ChatTemplate(tokenizer.chat_template, dict(tokenizer.special_tokens_map)),
+        tokenizer_sha256=sha256,
+        special_tokens=dict(sorted(special.items(), key=lambda item: len(item[0]), reverse=True)),
+        bos=bos if bos and first == [tokenizer.bos_token_id] else None,
         _tokenizer=tokenizer,
     )
 

@@ -9,4 +9,5 @@ watchdog.py   the process that owns SGLang: ready, canary, idle stop
 canary.py     three prompts that prove a fresh server
 admission.py  bytes in flight never exceed the spool
 client.py     one request: trigger, wait for the dump
+generate.py   ask for answers: ids in, ids out
 """

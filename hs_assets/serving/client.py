@@ -19,7 +19,7 @@ import httpx
 from hs_assets.errors import ServerDiedError, SpoolError
 from hs_assets.samples.prompts import Prompt
 from hs_assets.serving.admission import Admission
-from hs_assets.serving.server import require_up
+from hs_assets.serving.server import why_gone
 from hs_assets.serving.state import ServerFolder, ServerState
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.records import AnswerRecord, FailureRecord
@@ -32,7 +32,6 @@ _AHEAD = 2
 _POLL_SECONDS = 0.005
 _IDLE_SECONDS = 1.0
 _NOTICE_SECONDS = 3.0
-_NOTICE_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,16 +241,7 @@ class CaptureClient:
         return None
 
     def _why_gone(self, seconds: float) -> ServerDiedError | None:
-        """Why the server is gone, if it is; a watchdog takes some `seconds` to notice."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                require_up(self._folder, self._state.server)
-            except ServerDiedError as died:
-                return died
-            if time.monotonic() >= deadline or self._give_up.is_set():
-                return None
-            time.sleep(_NOTICE_POLL_SECONDS)
+        return why_gone(self._folder, self._state.server, seconds, self._give_up)
 
 
 def _reason(error: Exception) -> str:

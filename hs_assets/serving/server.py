@@ -68,6 +68,19 @@ def require_up(folder: ServerFolder, server: str) -> None:
         )
 
 
+def why_gone(folder: ServerFolder, server: str, seconds: float, give_up: threading.Event) -> ServerDiedError | None:
+    """Why the server is gone, if it is; a watchdog takes some `seconds` to notice."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            require_up(folder, server)
+        except ServerDiedError as died:
+            return died
+        if time.monotonic() >= deadline or give_up.is_set():
+            return None
+        time.sleep(_POLL_SECONDS)
+
+
 def stop_server(folder: ServerFolder, say: Callable[[str], None], *, force: bool = False) -> bool:
     """Stop the server; returns False where none runs.
 
