@@ -112,7 +112,8 @@ def _tokenized(row: Row) -> Content:
         return Dropped("unknown_format", "input_ids needs whole numbers, and a loss_mask of as many 0s and 1s, or none")
     if not all(isinstance(flag, int) and flag in {0, 1} for flag in mask):
         return Dropped("unknown_format", "a loss_mask of other values than 0 and 1")
-    if any(seen != 1 for seen in row.get("attention_mask") or ()):
+    seen = row.get("attention_mask")
+    if seen is not None and (not isinstance(seen, list) or any(one != 1 for one in seen)):
         return Dropped("unread_column", "an attention_mask that is not 1 everywhere: take the padding off")
     return Tokenized(tuple(ids), tuple(bool(flag) for flag in mask))
 

@@ -106,7 +106,10 @@ def _render(parsed: ParsedRow, tokenizer: ChatTokenizer, limits: PromptLimits) -
     content = parsed.content
     if isinstance(content, Conversation):
         refused = check_turns(content, limits.role_order)
-        rendered = refused or render_conversation(content, tokenizer, limits.supervise)
+        try:
+            rendered = refused or render_conversation(content, tokenizer, limits.supervise)
+        except RecursionError:
+            rendered = Dropped("invalid_json", "tools or arguments of calls are nested too deep to be rendered")
         return [rendered] if isinstance(rendered, Dropped) else rendered
     return [render_text(content.text, tokenizer) if isinstance(content, Text) else content]
 
