@@ -146,6 +146,7 @@ def test_what_is_not_needed_is_named() -> None:
         {"question": "a", "answer": "c", "response": "d"},
         {"messages": [QUESTION, ANSWER], "system": "Be brief.", "system_prompt": "Be long."},
         {"messages": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER], "system": "Be long."},
+        {"messages": [QUESTION, ANSWER], "tools": [{"name": "f"}], "functions": [{"name": "f"}]},
     ],
 )
 def test_rows_that_say_two_things(row: dict[str, Any]) -> None:

@@ -161,7 +161,9 @@ def test_the_length_that_is_allowed(tokenizer: ChatTokenizer) -> None:
     length = len(prompt.input_ids)
     assert reasons(partition(tokenizer, GOOD, limits=PromptLimits(length, 480))) == [None]
     made = partition(tokenizer, GOOD, limits=PromptLimits(length - 1, 480))
-    assert made.rows[0].content == Dropped("too_long", f"{length} tokens, at most {length - 1}")
+    assert made.rows[0].content == Dropped(
+        "too_long", f"{length} tokens, at most {length - 1} (prompts.max_tokens, or the model's context less one)"
+    )
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(tokenizer: ChatTokenizer) -> None:

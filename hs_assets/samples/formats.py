@@ -225,7 +225,8 @@ def _chat(row: Row, turns: Any) -> Content:
         messages.insert(0, Message("system", system))
     elif system and messages[0].content != system:
         return Dropped("ambiguous_format", "a system text beside turns that begin with another one")
-    tools = read_tools(_only(row, _TOOLS, None))
+    offered = _only(row, _TOOLS, None)
+    tools = offered if isinstance(offered, Dropped) else read_tools(offered)
     return tools if isinstance(tools, Dropped) else Conversation(tuple(messages), tools)
 
 
