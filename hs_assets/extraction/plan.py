@@ -76,9 +76,18 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
 
     Raises:
         PromptError: its prompts were never made.
-        ExtractionError: what is missing does not fit on the store's disk.
+        ExtractionError: more of its rows are dropped than may be, or what is missing does not fit on the store's disk.
     """
     prompts = read_partition_table(project.home.prompts, key)
+    dropped, limit = sum(prompts.dropped.values()), project.settings.prompts.max_dropped_share
+    if dropped > limit * len(prompts.rows):
+        raise ExtractionError(
+            "the prompts of this partition failed: too many rows are dropped",
+            where=key,
+            expected=f"at most a share of {limit} (prompts.max_dropped_share)",
+            got=f"{dropped} of {len(prompts.rows)} rows: {prompts.dropped}",
+            remedy="mend the source and materialise prompts again, or raise the share",
+        )
     manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
     states = _states(paths.generations(target.spec.fingerprint, key), manifests)
     plan = Plan(
