@@ -199,3 +199,18 @@ def test_prompts_that_failed_are_not_extracted(make: Callable[..., Project], ins
         assert "7 of 8 rows are dropped" in failure_of(runs.extract("rows-00000", PROMPTS))
         assert "too many rows are dropped" in failure_of(runs.extract("rows-00000", SAMPLES))
         assert (server.rows, runs.filled(SAMPLES)) == ([], set())
+
+
+def test_prompts_of_other_settings_are_not_extracted(make: Callable[..., Project], instance: dg.DagsterInstance) -> None:
+    project = make(rows=8)
+    path = project.home.config
+    with fake_server(project) as server:
+        runs = Runs(project, instance)
+        assert runs.record().success
+        assert runs.extract("rows-00000", PROMPTS).success
+        as_made = path.read_text()
+        path.write_text(as_made.replace("rows_per_partition = 8", 'rows_per_partition = 8\nsupervise = "last"'))
+        assert "the prompts were made with other settings" in failure_of(runs.extract("rows-00000", SAMPLES))
+        assert server.rows == []
+        path.write_text(as_made)
+        assert runs.extract("rows-00000", SAMPLES).success

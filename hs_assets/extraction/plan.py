@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hs_assets.config import Project
-from hs_assets.errors import ExtractionError
+from hs_assets.errors import ExtractionError, PromptError
+from hs_assets.extraction.status import sources
+from hs_assets.samples.filters import limits_of
+from hs_assets.samples.prepare import prompt_options
 from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_table
+from hs_assets.samples.responses import read_responses
 from hs_assets.serving.launch import Target
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, Part, UnstoredRow, manifests_of
@@ -106,6 +110,26 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
             remedy="free some room, or set store.path",
         )
     return plan
+
+
+def require_current(project: Project, target: Target, key: str) -> None:
+    """Check that a partition's prompts were made with the settings, and from the answers, that the configuration asks for.
+
+    Raises:
+        PromptError: they were not, or never made.
+    """
+    made, settings = read_partition_table(project.home.prompts, key), project.settings
+    responses = read_responses(project.home.responses, key) if settings.responses.enabled else None
+    source = next(s for s in sources(project) if key.rpartition("-")[0] == s.name)
+    options = prompt_options(source, limits_of(settings.prompts, target.facts), responses)
+    if made.options != options:
+        raise PromptError(
+            "the prompts were made with other settings",
+            where=key,
+            expected=f"options {options}, as [prompts] and [responses] are now",
+            got=made.options or "a table of an earlier version",
+            remedy="materialise prompts; states of the same tokens are not asked for again",
+        )
 
 
 def is_rejected(row: UnstoredRow) -> bool:
