@@ -103,7 +103,7 @@ def _value(row: Any) -> dict[str, Any] | Dropped:
     except UnicodeDecodeError as error:
         return Dropped("invalid_unicode", f"not UTF-8: {error.reason} at byte {error.start} of a column")
     except _NO_PYTHON as error:
-        return Dropped("unreadable_value", str(error))
+        return Dropped("unreadable_value", f"{type(error).__name__} in a column: {error}")
 
 
 def _canonical(value: dict[str, Any]) -> bytes:
