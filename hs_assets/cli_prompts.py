@@ -31,7 +31,9 @@ def prompts() -> None:
 @prompts.command()
 @click.argument("file", type=click.Path(exists=True, path_type=Path))
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="The checkpoint [of --config].")
-@click.option("--format", "row_format", type=click.Choice(FORMATS), help="What the rows are [told by their columns].")
+@click.option(
+    "--format", "row_format", type=click.Choice(FORMATS), help="What the rows are [that of --config, or told by their columns]."
+)
 @click.option("--config", help="A TOML file, or preset:NAME, whose [prompts] and [model] apply [their defaults].")
 @click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's code that lies in the checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -78,7 +80,8 @@ def _survey(
     trusted = trust_remote_code or bool(project and project.settings.model.trust_remote_code)
     limits = limits_of(settings, read_model_facts(path))
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-    source = Source("check", file.absolute(), row_format or "")
+    configured = [one.format for one in settings.sources if one.path.resolve() == file.resolve()]
+    source = Source("check", file.absolute(), row_format or "".join(configured[:1]))
     partitioning = Partitioning(settings.rows_per_partition, settings.tokens_per_partition)
     surveys = survey_source(source, tokenizer, limits, partitioning, settings.max_row_bytes)
     survey, rows = next(surveys)
@@ -117,6 +120,10 @@ def _lines(survey: Survey, settings: PromptSettings, failing: list[str]) -> list
     ]
     for reason, drops in _by_rows(survey):
         lines += [f"  {drops.rows:>7,}  {reason}", f"           row {drops.source_row}: {drops.detail[:_SHOWN_DETAIL]}"]
+    if "no_assistant_turn" in survey.dropped:
+        lines.append(
+            "note         with [responses] enabled = true the model answers rows without an answer; checked here is the file"
+        )
     if survey.unread:
         lines.append(f"not needed   {_counts(dict(survey.unread.most_common()))}")
     if failing:

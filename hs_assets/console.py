@@ -135,9 +135,10 @@ def _words(words: str, supervised: bool, special: bool, colour: bool) -> Text:
 
 def _facts(shown: ShownRow) -> list[tuple[str, str]]:
     made, row = shown.partition, shown.row
+    read_as = (f" as {row.format}" if row.format else "") + (f", for turn {row.turn} alone" if row.turn is not None else "")
     facts = [
         ("sample", f"{row.sample_id}, prompts version {made.version}"),
-        ("source", f"{made.source.path}, row {row.source_row} (sha256 {row.source_sha256[:16]})"),
+        ("source", f"{made.source.path}, row {row.source_row}{read_as} (sha256 {row.source_sha256[:16]})"),
     ]
     if shown.dropped is not None:
         facts.append(("dropped", f"{shown.dropped.reason}: {shown.dropped.detail}"))

@@ -186,3 +186,31 @@ def test_a_partition_that_drops_too_much_fails_before_anything_is_sent(
         result = runs.extract("rows-00000")
         assert "5 of 8 rows are dropped, more than the share of 0.5" in failure_of(result)
         assert server.rows == []
+
+
+def test_prompts_that_failed_are_not_extracted(make: Callable[..., Project], instance: dg.DagsterInstance) -> None:
+    """Not with `eagle3_samples` alone either, which finds their table."""
+    project = make(rows=8)
+    source = project.settings.prompts.sources[0].path
+    source.write_text(source.read_text().splitlines()[0] + "\n" + "".join(f'{{"n": {n}}}\n' for n in range(7)))
+    runs = Runs(project, instance)
+    with fake_server(project) as server:
+        assert runs.record().success
+        assert "7 of 8 rows are dropped" in failure_of(runs.extract("rows-00000", PROMPTS))
+        assert "too many rows are dropped" in failure_of(runs.extract("rows-00000", SAMPLES))
+        assert (server.rows, runs.filled(SAMPLES)) == ([], set())
+
+
+def test_prompts_of_other_settings_are_not_extracted(make: Callable[..., Project], instance: dg.DagsterInstance) -> None:
+    project = make(rows=8)
+    path = project.home.config
+    with fake_server(project) as server:
+        runs = Runs(project, instance)
+        assert runs.record().success
+        assert runs.extract("rows-00000", PROMPTS).success
+        as_made = path.read_text()
+        path.write_text(as_made.replace("rows_per_partition = 8", 'rows_per_partition = 8\nsupervise = "last"'))
+        assert "the prompts were made with other settings" in failure_of(runs.extract("rows-00000", SAMPLES))
+        assert server.rows == []
+        path.write_text(as_made)
+        assert runs.extract("rows-00000", SAMPLES).success

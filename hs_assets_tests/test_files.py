@@ -224,7 +224,7 @@ def test_other_types_of_tables(write: Callable[[list[dict[str, Any]]], Path], tm
     odd = {"text": "a", "when": pa.scalar(0, pa.timestamp("s")).as_py(), "image": b"\xff\xd8", "score": float("nan")}
     (row,) = read_all(tmp_path, write([odd]))
     assert values([row]) == [
-        {"text": "a", "when": "1970-01-01 00:00:00", "image": f"sha256 {hashlib.sha256(odd['image']).hexdigest()}"}
+        {"text": "a", "when": "1970-01-01 00:00:00", "image": {"sha256": hashlib.sha256(odd["image"]).hexdigest()}}
     ]
 
 
@@ -233,6 +233,43 @@ def test_a_table_with_a_text_that_is_no_text(tmp_path: Path) -> None:
     write_parquet(tmp_path / "t.parquet", pa.table({"text": texts}))
     parsed = [parse_row(row.raw).content for row in read_all(tmp_path, tmp_path / "t.parquet")]
     assert [one.reason if isinstance(one, Dropped) else None for one in parsed] == [None, "invalid_unicode", None]
+
+
+def test_rows_of_a_table_that_cannot_be_read_repeat_no_other(tmp_path: Path) -> None:
+    """Two texts that are no text for the same reason are two texts."""
+    texts = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xffa\xffb"))
+    write_parquet(tmp_path / "t.parquet", pa.table({"text": texts}))
+    assert [row.duplicate_of for row in read_all(tmp_path, tmp_path / "t.parquet")] == [None, None]
+
+
+def test_bytes_are_no_text(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "t.parquet", pa.table({"text": pa.array([b"a good answer"], pa.binary())}))
+    (row,) = read_all(tmp_path, tmp_path / "t.parquet")
+    content = parse_row(row.raw).content
+    assert isinstance(content, Dropped)
+    assert content.reason == "unknown_format"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([0, 1_234_567_891], pa.duration("ns")),
+        pa.array([0, 2**60], pa.timestamp("us")),
+        pa.array([0, 2**30], pa.date32()),
+        pa.array([None, 5], pa.timestamp("us", "Mars/Base")),
+    ],
+    ids=["nanoseconds", "year", "date", "time zone"],
+)
+def test_a_value_that_python_cannot_hold_drops_its_row_alone(column: pa.Array, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"], "odd": column}), tmp_path / "t.parquet")
+    rows = read_all(tmp_path, tmp_path / "t.parquet")
+    assert [row.raw.reason if isinstance(row.raw, Dropped) else None for row in rows] == [None, "unreadable_value"]
+
+
+def test_columns_of_the_same_name(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), tmp_path / "t.parquet")
+    with pytest.raises(PromptError, match="columns of the same name"):
+        read_all(tmp_path, tmp_path / "t.parquet")
 
 
 def test_a_row_of_a_table_that_is_too_large(write: Callable[[list[dict[str, Any]]], Path], tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_what_is_not_needed_is_named() -> None:
         {"question": "a", "answer": "c", "response": "d"},
         {"messages": [QUESTION, ANSWER], "system": "Be brief.", "system_prompt": "Be long."},
         {"messages": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER], "system": "Be long."},
+        {"messages": [QUESTION, ANSWER], "tools": [{"name": "f"}], "functions": [{"name": "f"}]},
     ],
 )
 def test_rows_that_say_two_things(row: dict[str, Any]) -> None:
@@ -165,6 +166,7 @@ def test_rows_that_say_two_things(row: dict[str, Any]) -> None:
         {"text": "a", "system": "b"},
         {"input_ids": [1, 2], "labels": [-100, 2]},
         {"input_ids": [1, 2], "attention_mask": [0, 1]},
+        {"input_ids": [1, 2], "attention_mask": 1},
         {**shared([("User", "a"), ("Assistant", "b")]), "mask": "Assistant"},
         {"conversations": [{"from": "User", "value": "a", "label": "x"}], "mask": "User", "type": "TEXT_TO_VALUE"},
     ],
@@ -420,6 +422,7 @@ def test_token_ids_that_are_none(row: dict[str, Any]) -> None:
         (b'{"messages": [], "messages": []}', "duplicate_key"),
         (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "duplicate_key"),
         (b'{"messages": [{"role": "user", "content": NaN}]}', "invalid_json"),
+        (b'{"input_ids": [1], "score": -1e999}', "invalid_json"),
         (b'{"a": "line\tbreak"}', "invalid_json"),
         (b"[" * 100_000 + b"]" * 100_000, "invalid_json"),
         (b'{"a":' * 50_000 + b"0" + b"}" * 50_000, "invalid_json"),
@@ -440,7 +443,7 @@ def test_token_ids_that_are_none(row: dict[str, Any]) -> None:
         (b'{"messages": ["hi"]}', "unknown_format"),
         (b'{"messages": []}', "no_assistant_turn"),
     ],
-    ids=range(29),
+    ids=range(30),
 )
 def test_rows_that_hold_no_conversation(raw: bytes, reason: str) -> None:
     assert reason_of(raw) == reason

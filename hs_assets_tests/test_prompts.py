@@ -77,6 +77,13 @@ def tokenizer(tmp_path: Path) -> ChatTokenizer:
     return chat_tokenizer(tmp_path / "model", stock(KIMI))
 
 
+def deep_call(depth: int) -> bytes:
+    """A call whose argument is nested so deep."""
+    arguments = '{"a": ' * depth + "1" + "}" * depth
+    call = f'{{"function": {{"name": "f", "arguments": {arguments}}}}}'
+    return f'{{"messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "tool_calls": [{call}]}}]}}'.encode()
+
+
 def source_row(number: int, raw: bytes, duplicate_of: str | None = None) -> SourceRow:
     return SourceRow(number, raw, hashlib.sha256(raw).hexdigest(), duplicate_of)
 
@@ -154,7 +161,9 @@ def test_the_length_that_is_allowed(tokenizer: ChatTokenizer) -> None:
     length = len(prompt.input_ids)
     assert reasons(partition(tokenizer, GOOD, limits=PromptLimits(length, 480))) == [None]
     made = partition(tokenizer, GOOD, limits=PromptLimits(length - 1, 480))
-    assert made.rows[0].content == Dropped("too_long", f"{length} tokens, at most {length - 1}")
+    assert made.rows[0].content == Dropped(
+        "too_long", f"{length} tokens, at most {length - 1} (prompts.max_tokens, or the model's context less one)"
+    )
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(tokenizer: ChatTokenizer) -> None:
@@ -176,6 +185,13 @@ def test_a_duplicate_is_dropped_and_says_of_what(tokenizer: ChatTokenizer) -> No
 def test_a_lone_surrogate_drops_its_row_alone(tokenizer: ChatTokenizer) -> None:
     made = partition(tokenizer, GOOD, LONE_SURROGATE, json_row(("user", "one"), ("assistant", "two")))
     assert reasons(made) == [None, "invalid_unicode", None]
+
+
+@pytest.mark.parametrize("depth", [10, 100, 300, 500, 700, 900, 950, 980, 5000])
+def test_arguments_that_are_nested_deep_drop_their_row_alone(depth: int, tokenizer: ChatTokenizer) -> None:
+    (first, reason, last) = reasons(partition(tokenizer, GOOD, deep_call(depth), GOOD))
+    assert (first, last) == (None, None)
+    assert reason in {"invalid_json", "not_rendered", "mask_unsure", "template_error"}
 
 
 def test_rows_with_and_without_a_tools_column(tokenizer: ChatTokenizer) -> None:

@@ -15,6 +15,7 @@ from hs_assets.cli import main
 from hs_assets.config import Project
 from hs_assets.console import shown_row
 from hs_assets.samples.filters import PromptLimits
+from hs_assets.samples.page import render_page
 from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import read_partition_table, write_partition
 from hs_assets.samples.show import find_row, show_row
@@ -91,6 +92,18 @@ def store_states(project: Project) -> dict[int, np.ndarray]:
         unstored=(dropped, failed),
     ).write(paths)
     return states
+
+
+def test_which_turn_a_row_is_for_and_what_it_was_read_as(project: Project) -> None:
+    """Where several rows come of one conversation they differ by little else."""
+    made = read_partition_table(project.home.prompts, "rows-00000")
+    first = dataclasses.replace(made.rows[0], turn=3)
+    write_partition(dataclasses.replace(made, rows=(first, *made.rows[1:])), project.home.prompts)
+    assert "row 0 as messages, for turn 3 alone" in hs_assets(project, "show", "rows-00000/0000").output
+    shown = json.loads(hs_assets(project, "show", "rows-00000/0000", "--json").output)
+    assert (shown["source"]["turn"], shown["source"]["format"]) == (3, "messages")
+    page = render_page(read_partition_table(project.home.prompts, "rows-00000"), load_tokenizer(project.settings.model.path))
+    assert "source row 0, turn 3 alone" in page
 
 
 def test_the_mask_of_three_turns_with_reasoning(project: Project) -> None:

@@ -107,6 +107,28 @@ def test_a_format_that_is_set(model: Path, tmp_path: Path) -> None:
     assert said["unread_columns"] == {"completion": 1, "prompt": 1}
 
 
+def test_the_format_that_the_configuration_sets_for_the_file(model: Path, tmp_path: Path) -> None:
+    """As the asset reads it; for another file it says nothing, and --format says more."""
+    for name in ("rows.jsonl", "others.jsonl"):
+        write(tmp_path / name, [b'{"prompt": "one", "completion": "two", "text": "three"}'])
+    sources = '[[prompts.sources]]\npath = "rows.jsonl"\nformat = "text"\n'
+    (tmp_path / "c.toml").write_text(f'[model]\npath = "{model}"\n[prompts]\n{sources}')
+
+    def formats(name: str, *options: str) -> dict[str, int]:
+        said = json.loads(check(tmp_path / name, "--config", tmp_path / "c.toml", "--json", *options).stdout)
+        return dict(said["formats"])
+
+    assert formats("rows.jsonl") == {"text": 1}
+    assert formats("others.jsonl") == {"question_answer": 1}
+    assert formats("rows.jsonl", "--format", "question_answer") == {"question_answer": 1}
+
+
+def test_rows_without_an_answer_can_have_one(model: Path, tmp_path: Path) -> None:
+    said = check(write(tmp_path / "rows.jsonl", [*GOOD, b'{"turns": ["one"]}']), "--model", model).stdout
+    assert "[responses] enabled = true" in said
+    assert "[responses]" not in check(write(tmp_path / "rows.jsonl", GOOD), "--model", model).stdout
+
+
 def test_an_empty_file_has_no_prompts(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b"")
     assert check(tmp_path / "rows.jsonl", "--model", model).exit_code == 1

@@ -16,6 +16,7 @@ import dagster as dg
 from hs_assets.defs.layer_set import LAYER_SET, data_version, require_recorded
 from hs_assets.defs.project import ProjectResource
 from hs_assets.extraction.extract import Report, capture_only, extract
+from hs_assets.extraction.plan import require_current
 from hs_assets.serving.launch import resolve
 from hs_assets.store.manifest import Manifest
 
@@ -66,6 +67,7 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
         require_recorded(context.instance, target)
+        require_current(loaded, target, key)
         selected = context.selected_asset_keys
         if SAMPLES not in selected:
             report = capture_only(loaded, target, key, context.log.info)

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hs_assets.config import Project
-from hs_assets.errors import ExtractionError
+from hs_assets.errors import ExtractionError, PromptError
+from hs_assets.extraction.status import sources
+from hs_assets.samples.filters import limits_of
+from hs_assets.samples.prepare import prompt_options
 from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_table
+from hs_assets.samples.responses import read_responses
 from hs_assets.serving.launch import Target
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, Part, UnstoredRow, manifests_of
@@ -76,9 +80,18 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
 
     Raises:
         PromptError: its prompts were never made.
-        ExtractionError: what is missing does not fit on the store's disk.
+        ExtractionError: more of its rows are dropped than may be, or what is missing does not fit on the store's disk.
     """
     prompts = read_partition_table(project.home.prompts, key)
+    dropped, limit = sum(prompts.dropped.values()), project.settings.prompts.max_dropped_share
+    if dropped > limit * len(prompts.rows):
+        raise ExtractionError(
+            "the prompts of this partition failed: too many rows are dropped",
+            where=key,
+            expected=f"at most a share of {limit} (prompts.max_dropped_share)",
+            got=f"{dropped} of {len(prompts.rows)} rows: {prompts.dropped}",
+            remedy="mend the source and materialise prompts again, or raise the share",
+        )
     manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
     states = _states(paths.generations(target.spec.fingerprint, key), manifests)
     plan = Plan(
@@ -97,6 +110,26 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
             remedy="free some room, or set store.path",
         )
     return plan
+
+
+def require_current(project: Project, target: Target, key: str) -> None:
+    """Check that a partition's prompts were made with the settings, and from the answers, that the configuration asks for.
+
+    Raises:
+        PromptError: they were not, or never made.
+    """
+    made, settings = read_partition_table(project.home.prompts, key), project.settings
+    responses = read_responses(project.home.responses, key) if settings.responses.enabled else None
+    source = next(s for s in sources(project) if key.rpartition("-")[0] == s.name)
+    options = prompt_options(source, limits_of(settings.prompts, target.facts), responses)
+    if made.options != options:
+        raise PromptError(
+            "the prompts were made with other settings",
+            where=key,
+            expected=f"options {options}, as [prompts] and [responses] are now",
+            got=made.options or "a table of an earlier version",
+            remedy="materialise prompts; states of the same tokens are not asked for again",
+        )
 
 
 def is_rejected(row: UnstoredRow) -> bool:

@@ -94,6 +94,8 @@ def _json(path: Path) -> dict[str, Any]:
 def find_rows(file: DataFile) -> Iterator[Place]:
     """The place of every row. Of a table: the row's number in it, and the bytes and the sha256 of its canonical JSON.
 
+    A row of a table that cannot be read is marked as blank, so that it repeats no other: nobody knows what is in it.
+
     Raises:
         PromptError: a table is damaged.
     """
@@ -103,7 +105,7 @@ def find_rows(file: DataFile) -> Iterator[Place]:
         return
     for number, row in enumerate(table_rows(path)):
         raw = row.detail.encode() if isinstance(row, Dropped) else row
-        yield number, len(raw), hashlib.sha256(raw).hexdigest(), False
+        yield number, len(raw), hashlib.sha256(raw).hexdigest(), isinstance(row, Dropped)
 
 
 def read_rows(file: DataFile, found: list[Place], max_bytes: int) -> Iterator[tuple[bytes | Dropped, str]]:

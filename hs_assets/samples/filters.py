@@ -83,7 +83,7 @@ def _outside(made: Tokenized, limits: PromptLimits) -> Dropped:
 def _cut(mask: np.ndarray, limits: PromptLimits) -> int | Dropped:
     """How many tokens are kept of a row that is too long."""
     limit, first = limits.max_tokens, int(mask.argmax())
-    length = f"{len(mask)} tokens, at most {limit}"
+    length = f"{len(mask)} tokens, at most {limit} (prompts.max_tokens, or the model's context less one)"
     if first >= limit:
         return Dropped("truncated_before_supervision", f"{length}; the first supervised one is number {first}")
     if limits.too_long == "drop":

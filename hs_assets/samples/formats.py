@@ -112,7 +112,8 @@ def _tokenized(row: Row) -> Content:
         return Dropped("unknown_format", "input_ids needs whole numbers, and a loss_mask of as many 0s and 1s, or none")
     if not all(isinstance(flag, int) and flag in {0, 1} for flag in mask):
         return Dropped("unknown_format", "a loss_mask of other values than 0 and 1")
-    if any(seen != 1 for seen in row.get("attention_mask") or ()):
+    seen = row.get("attention_mask")
+    if seen is not None and (not isinstance(seen, list) or any(one != 1 for one in seen)):
         return Dropped("unread_column", "an attention_mask that is not 1 everywhere: take the padding off")
     return Tokenized(tuple(ids), tuple(bool(flag) for flag in mask))
 
@@ -224,7 +225,8 @@ def _chat(row: Row, turns: Any) -> Content:
         messages.insert(0, Message("system", system))
     elif system and messages[0].content != system:
         return Dropped("ambiguous_format", "a system text beside turns that begin with another one")
-    tools = read_tools(_only(row, _TOOLS, None))
+    offered = _only(row, _TOOLS, None)
+    tools = offered if isinstance(offered, Dropped) else read_tools(offered)
     return tools if isinstance(tools, Dropped) else Conversation(tuple(messages), tools)
 
 

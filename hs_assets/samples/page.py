@@ -84,7 +84,8 @@ def _prompt(row: PromptRow, prompt: Prompt, why: str, tokenizer: ChatTokenizer) 
     supervised = f"{int(prompt.loss_mask.sum()):,} supervised ({_share(prompt):.1%})"
     finishes = f", answered by {row.origin.answered_by} ({', '.join(row.origin.finish_reasons)})"
     answered = _text(finishes) if row.origin.finish_reasons else ""
-    facts = f"{why}; source row {row.source_row}, {length:,} tokens, {supervised}{answered}"
+    turn = f", turn {row.turn} alone" if row.turn is not None else ""
+    facts = f"{why}; source row {row.source_row}{turn}, {length:,} tokens, {supervised}{answered}"
     shown = list(islice(pieces(prompt, tokenizer), _MOST_PIECES))
     left = length - sum(len(piece.ids) for piece in shown)
     rest = f"<p>… and {left:,} more tokens</p>" if left else ""

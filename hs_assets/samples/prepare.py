@@ -74,7 +74,14 @@ def make_partition(
     contents = [(row.source_sha256, row.turn, _identity(row.content)) for row in prompts]
     identity = json.dumps([facts, contents, responses and responses.version])
     version = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, tuple(prompts))
+    options = prompt_options(source, limits, responses)
+    return PromptPartition(key, version, source, tokenizer.template_sha256, tokenizer.tokenizer_sha256, tuple(prompts), options)
+
+
+def prompt_options(source: Source, limits: PromptLimits, responses: Responses | None) -> str:
+    """16 hex digits: other settings, or other answers, give others. Template and tokenizer are not in it."""
+    facts = (PROMPTS_VERSION, source.format, asdict(limits), responses and responses.version)
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _given(rows: Sequence[SourceRow], source: Source, responses: Responses | None) -> list[_Given]:
@@ -106,7 +113,10 @@ def _render(parsed: ParsedRow, tokenizer: ChatTokenizer, limits: PromptLimits) -
     content = parsed.content
     if isinstance(content, Conversation):
         refused = check_turns(content, limits.role_order)
-        rendered = refused or render_conversation(content, tokenizer, limits.supervise)
+        try:
+            rendered = refused or render_conversation(content, tokenizer, limits.supervise)
+        except RecursionError:
+            rendered = Dropped("invalid_json", "tools or arguments of calls are nested too deep to be rendered")
         return [rendered] if isinstance(rendered, Dropped) else rendered
     return [render_text(content.text, tokenizer) if isinstance(content, Text) else content]
 

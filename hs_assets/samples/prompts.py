@@ -64,7 +64,10 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptPartition:
-    """A partition of prompts. ``version`` is its data version: it changes when a prompt in it may change."""
+    """A partition of prompts. ``version`` is its data version: it changes when a prompt in it may change.
+
+    ``options``: the hash of the settings that it was made with, and of the answers where a model gave them.
+    """
 
     key: str
     version: str
@@ -72,6 +75,7 @@ class PromptPartition:
     template_sha256: str
     tokenizer_sha256: str
     rows: tuple[PromptRow, ...]
+    options: str = ""
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -120,6 +124,7 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
     ).replace_schema_metadata(
         {
             "version": partition.version,
+            "options": partition.options,
             "source_name": partition.source.name,
             "source_path": str(partition.source.path),
             "source_format": partition.source.format,
@@ -151,7 +156,15 @@ def read_partition_table(folder: Path, key: str) -> PromptPartition:
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     rows = tuple(_read_row(number, entry) for number, entry in enumerate(table.to_pylist()))
     source = Source(metadata["source_name"], Path(metadata["source_path"]), metadata.get("source_format", ""))
-    return PromptPartition(key, metadata["version"], source, metadata["template_sha256"], metadata["tokenizer_sha256"], rows)
+    return PromptPartition(
+        key,
+        metadata["version"],
+        source,
+        metadata["template_sha256"],
+        metadata["tokenizer_sha256"],
+        rows,
+        metadata.get("options", ""),
+    )
 
 
 def table_path(folder: Path, key: str) -> Path:

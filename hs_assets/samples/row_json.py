@@ -7,6 +7,7 @@ and halves of surrogate pairs (``\\ud800`` alone is no character: no tokenizer c
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -46,7 +47,7 @@ def load_json(text: str) -> Any:
         ValueError: it is not JSON, or means different things to different readers (a key twice, NaN, infinity).
         RecursionError: it is nested too deep.
     """
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
 
 
 def load_nested(text: str) -> Any:
@@ -65,6 +66,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise _RepeatedKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
     return made
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {number[:40]} is too large")
+    return value
 
 
 def _no_constant(name: str) -> Any:

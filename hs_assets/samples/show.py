@@ -69,7 +69,13 @@ class ShownRow:
         made, row, dropped = self.partition, self.row, self.dropped
         return {
             "sample_id": row.sample_id,
-            "source": {"path": str(made.source.path), "row": row.source_row, "sha256": row.source_sha256},
+            "source": {
+                "path": str(made.source.path),
+                "row": row.source_row,
+                "sha256": row.source_sha256,
+                "format": row.format,
+                "turn": row.turn,
+            },
             "prompts": {
                 "partition": made.key,
                 "version": made.version,

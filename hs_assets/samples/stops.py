@@ -37,7 +37,8 @@ def trail_of(view: View, through: View, turn: int, tokenizer: ChatTokenizer) -> 
             return found.end(), ""
         if after.startswith(own):
             return len(own), after[len(own) : found.end()]
-    return Dropped("mask_unsure", f"the stop of turn {turn} is not found as rendered")
+    none = ", where no special token of the tokenizer stands" if special.search(own) is None else ""
+    return Dropped("mask_unsure", f"the stop of turn {turn} is not found: its words are followed by {own[:40]!r}{none}")
 
 
 def _opens_another(own: str, view: View, tokenizer: ChatTokenizer) -> bool:

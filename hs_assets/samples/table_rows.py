@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped
 
 _BATCH = 256
+_NO_PYTHON = (ValueError, OverflowError, KeyError)
+"""What Arrow raises on values that Python cannot hold: nanoseconds, years past 9999, time zones that nobody knows, objects
+with a field twice, text that is not UTF-8."""
 
 
 def table_rows(path: Path, start: int = 0, end: int | None = None) -> Iterator[bytes | Dropped]:
@@ -39,6 +43,9 @@ def table_rows(path: Path, start: int = 0, end: int | None = None) -> Iterator[b
                 continue
             count = batch.num_rows
             low, high = max(0, start - seen), count if end is None else min(count, end - seen)
+            if repeated := sorted(name for name, times in Counter(batch.schema.names).items() if times > 1):
+                remedy = "name each column once"
+                raise PromptError("a source cannot be read: columns of the same name", where=path, got=repeated, remedy=remedy)
             if low < high:
                 yield from _rows(batch.slice(low, high - low))
             seen += count
@@ -84,7 +91,7 @@ def _arrow(path: Path) -> Iterator[Any]:
 def _rows(batch: Any) -> Iterator[bytes | Dropped]:
     try:
         values: list[Any] = batch.to_pylist()
-    except UnicodeDecodeError:
+    except _NO_PYTHON:
         values = [_value(batch.slice(number, 1)) for number in range(batch.num_rows)]
     for value in values:
         yield value if isinstance(value, Dropped) else _canonical(value)
@@ -95,6 +102,8 @@ def _value(row: Any) -> dict[str, Any] | Dropped:
         return dict(row.to_pylist()[0])
     except UnicodeDecodeError as error:
         return Dropped("invalid_unicode", f"not UTF-8: {error.reason} at byte {error.start} of a column")
+    except _NO_PYTHON as error:
+        return Dropped("unreadable_value", f"{type(error).__name__} in a column: {error}")
 
 
 def _canonical(value: dict[str, Any]) -> bytes:
@@ -102,13 +111,13 @@ def _canonical(value: dict[str, Any]) -> bytes:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Plain JSON: null fields left out, bytes by their hash, and times, decimals and such as text."""
+    """Plain JSON: null fields left out, bytes as an object with their hash (text they are not), times and such as text."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if not _null(item)}
     if isinstance(value, list | tuple):
         return [_without_nulls(item) for item in value]
     if isinstance(value, bytes):
-        return f"sha256 {hashlib.sha256(value).hexdigest()}"
+        return {"sha256": hashlib.sha256(value).hexdigest()}
     if _null(value):
         return None
     return value if isinstance(value, str | int | float | bool) else str(value)
