@@ -7,6 +7,7 @@
     sample = view[0]                        # Eagle3Sample
     store.read(sample.sample_id, layers=[4], tokens=slice(0, 128))
 
+    arrays.py    rows of an array, read straight into a buffer, checksums checked
     dtype.py     bfloat16 for zarr
     layout.py    where everything lies, and the version
     writer.py    a generation: arrays written aside, published at once

@@ -155,7 +155,13 @@ def read_manifest(path: Path) -> Manifest:
         remedy = "remove the file, then materialise the partition again"
         raise StoreError("a manifest cannot be read", where=path, got=repr(error), remedy=remedy) from error
     if manifest is None:
-        raise StoreVersionError("not a manifest of this version", where=path, expected=(_FORMAT, MANIFEST_VERSION), got=kind)
+        raise StoreVersionError(
+            f"not a manifest of this version, but {kind[0]} version {kind[1]}: this hs-assets reads {MANIFEST_VERSION}",
+            where=path,
+            expected=(_FORMAT, MANIFEST_VERSION),
+            got=kind,
+            remedy="install a version of hs-assets that reads it",
+        )
     if not manifest.ledger.balances:
         raise StoreError("a ledger does not balance", where=path, expected=f"{manifest.rows} rows", got=manifest.ledger.as_json())
     return manifest

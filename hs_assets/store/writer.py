@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import zarr
 from zarr.codecs import Crc32cCodec
 
+import hs_assets.store.dtype  # noqa: F401  (zarr learns bfloat16)
 from hs_assets.errors import StoreError
-from hs_assets.store.dtype import BFLOAT16
+from hs_assets.store.arrays import BFLOAT16, CRC_BYTES, NO_CHUNK, crc32c
 from hs_assets.store.layout import StorePaths, array_name, publish_folder, remove_tree
 
 STAGING_PREFIX = ".staging-"
-_CRC_BYTES = 4
-_NO_CHUNK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +87,16 @@ class _Column:
         """The chunks, each with its crc32c; then (offset, bytes) of each, all ones where there is none; its crc32c."""
         count = -(-self._filled // self._chunk)
         self._buffer[self._filled : count * self._chunk] = self._fill
-        index = np.full((len(self._buffer) // self._chunk, 2), _NO_CHUNK, "<u8")
+        index = np.full((len(self._buffer) // self._chunk, 2), NO_CHUNK, "<u8")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             for number in range(count):
                 chunk = self._buffer[number * self._chunk : (number + 1) * self._chunk]
-                index[number] = file.tell(), chunk.nbytes + _CRC_BYTES
+                index[number] = file.tell(), chunk.nbytes + CRC_BYTES
                 file.write(chunk.data)
-                file.write(_crc32c(chunk))
+                file.write(crc32c(chunk))
             file.write(index.data)
-            file.write(_crc32c(index))
+            file.write(crc32c(index))
 
     @property
     def rows(self) -> int:
@@ -203,11 +201,6 @@ class GenerationWriter:
     def discard(self) -> None:
         """Remove what was written, where it was not published."""
         remove_tree(self._staging)
-
-
-def _crc32c(values: np.ndarray) -> bytes:
-    checksum: int = google_crc32c.value(values)
-    return checksum.to_bytes(_CRC_BYTES, "little")
 
 
 def _has_bytes(path: Path) -> bool:
