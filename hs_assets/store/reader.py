@@ -179,6 +179,11 @@ class Store:
             states[residual_id] = _rows(array, part.offset + start, part.offset + stop, into, where)
         return states
 
+    def state_layout(self, manifest: Manifest, sample: StoredSample) -> tuple[int, np.dtype[Any]]:
+        """Hidden size and dtype of a sample's states."""
+        array = next(iter(self._generation(manifest, sample.parts[0]).states.values()))
+        return array.row_shape[0], array.dtype
+
     def _generation(self, manifest: Manifest, part: Part) -> Generation:
         return open_generation(self.paths.generation(manifest.state_fingerprint, manifest.partition, part.generation))
 
