@@ -89,7 +89,7 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
         rules.prefix_share,
     )
     store = project.settings.store
-    shape = ArrayShape(target.facts.hidden_size, plan.layout.dtype, store.chunk_tokens, store.shard_tokens)
+    shape = ArrayShape(target.facts.hidden_size, plan.layout.dtype, store.chunk_tokens, store.shard_tokens, store.compression)
     spec = dataclasses.asdict(target.spec)
     destination = Destination(paths, target.spec.fingerprint, spec, run_id, shape)
     intake = report.intake = Intake(plan, destination, Validator(expected), say)

@@ -11,6 +11,7 @@
     dtype.py     bfloat16 for zarr
     layout.py    where everything lies, and the version
     writer.py    a generation: arrays written aside, published at once
+    compression.py  how much smaller a partition became
     manifest.py  a view of a partition: its samples, its ledger, its lineage
     masks.py     loss masks, by partition and version of the prompts
     reader.py    open_store and what it gives

@@ -49,6 +49,11 @@ class StoredArray:
     def row_bytes(self) -> int:
         return math.prod(self.row_shape) * self.dtype.itemsize
 
+    @property
+    def shards(self) -> int:
+        """How many files of rows it has."""
+        return -(-self.rows // self.shard_rows)
+
     def shard_path(self, shard: int) -> Path:
         """The file of a shard; of a chunk where there are no shards."""
         return Path(self.folder, "c", str(shard), *("0" for _ in self.row_shape))

@@ -1,6 +1,7 @@
 """A generation: the states of some samples, written aside shard by shard and published at once.
 
-Memory: one shard of each array. A shard is written once, whole and aligned; only the last one of a generation is shorter.
+Memory: one shard of each array, whatever the number of samples. A shard is written once, whole and aligned; only the last
+one of a generation is shorter. Each array has a thread of its own, so layers are checksummed, compressed and written together.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import zarr
-from zarr.codecs import Crc32cCodec
+from numcodecs import blosc
+from zarr.codecs import BloscCodec, Crc32cCodec
 
 import hs_assets.store.dtype  # noqa: F401  (zarr learns bfloat16)
 from hs_assets.errors import StoreError
@@ -23,16 +26,22 @@ from hs_assets.store.arrays import BFLOAT16, CRC_BYTES, NO_CHUNK, crc32c
 from hs_assets.store.layout import StorePaths, array_name, publish_folder, remove_tree
 
 STAGING_PREFIX = ".staging-"
+_BLOSC_BLOCK = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """What all arrays of a generation have in common. ``dtype`` is BF16, F16 or F32; lengths are in tokens."""
+    """What all arrays of a generation have in common. ``dtype`` is BF16, F16 or F32; lengths are in tokens.
+
+    ``compression``: ``blosc`` is zstd at level 1 behind a byte shuffle, in blocks of 512 KiB: about 0.7 of the size of real
+    states, for about 3.5 CPU seconds a GB written and 1 read.
+    """
 
     hidden_size: int
     dtype: str
     chunk_tokens: int
     shard_tokens: int
+    compression: Literal["none", "blosc"] = "none"
 
 
 class _Column:
@@ -43,21 +52,31 @@ class _Column:
     """
 
     def __init__(
-        self, group: zarr.Group, folder: Path, name: str, width: int | None, dtype: np.dtype[Any], chunk: int, shard: int
+        self,
+        group: zarr.Group,
+        folder: Path,
+        name: str,
+        width: int | None,
+        dtype: np.dtype[Any],
+        chunk: int,
+        shard: int,
+        compressed: bool,
     ) -> None:
         tail = () if width is None else (width,)
+        shuffled = BloscCodec(typesize=dtype.itemsize, cname="zstd", clevel=1, shuffle="shuffle", blocksize=_BLOSC_BLOCK)
         self._array = group.create_array(
             name,
             shape=(0, *tail),
             chunks=(chunk, *tail),
             shards=(shard, *tail),
             dtype=dtype,
-            compressors=[Crc32cCodec()],
+            compressors=[*([shuffled] if compressed else []), Crc32cCodec()],
             fill_value=float("nan") if width is not None else 0,
             config={"write_empty_chunks": True},
         )
         self._folder = folder
         self._chunk = chunk
+        self._compressed = compressed
         self._stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
         self._fill = np.asarray(self._array.fill_value, dtype).view(self._stored)
         self._buffer = np.empty((shard, *tail), self._stored)
@@ -92,6 +111,8 @@ class _Column:
         with path.open("wb") as file:
             for number in range(count):
                 chunk = self._buffer[number * self._chunk : (number + 1) * self._chunk]
+                if self._compressed:
+                    chunk = np.frombuffer(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, _BLOSC_BLOCK), np.uint8)
                 index[number] = file.tell(), chunk.nbytes + CRC_BYTES
                 file.write(chunk.data)
                 file.write(crc32c(chunk))
@@ -139,12 +160,13 @@ class GenerationWriter:
             },
         )
         self._dtype = dtype = {"BF16": BFLOAT16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}[shape.dtype]
-        chunk, shard = shape.chunk_tokens, shape.shard_tokens
+        chunk, shard, compressed = shape.chunk_tokens, shape.shard_tokens, shape.compression != "none"
         self._states = {
-            i: _Column(self._group, self._staging, array_name(i, final), shape.hidden_size, dtype, chunk, shard)
+            i: _Column(self._group, self._staging, array_name(i, final), shape.hidden_size, dtype, chunk, shard, compressed)
             for i in residual_ids
         }
-        self._ids = _Column(self._group, self._staging, "input_ids", None, np.dtype(np.int32), shard, shard)
+        self._ids = _Column(self._group, self._staging, "input_ids", None, np.dtype(np.int32), shard, shard, False)
+        self._threads = ThreadPoolExecutor(len(residual_ids), thread_name_prefix="store-writer")
         self._offsets = [0]
 
     def append(self, token_ids: np.ndarray, states: Mapping[int, np.ndarray]) -> int:
@@ -166,9 +188,8 @@ class GenerationWriter:
                 expected=f"int32 ids, and {wanted} for each of {sorted(self._states)}",
                 got=f"{token_ids.dtype} ids, and { {i: (s.shape, s.dtype) for i, s in states.items()} }",
             )
-        for residual_id, rows in states.items():
-            self._states[residual_id].append(rows)
-            self.bytes += rows.nbytes
+        list(self._threads.map(lambda residual_id: self._states[residual_id].append(states[residual_id]), states))
+        self.bytes += sum(rows.nbytes for rows in states.values())
         self._ids.append(token_ids)
         self._offsets.append(self._offsets[-1] + len(token_ids))
         self.samples += 1
@@ -185,8 +206,8 @@ class GenerationWriter:
         )
         offsets[:] = np.array(self._offsets, np.int64)
         columns = [*self._states.values(), self._ids]
-        for column in columns:
-            column.flush()
+        list(self._threads.map(_Column.flush, columns))
+        self._threads.shutdown()
         missing = [key for column in columns for key in column.shard_paths if not _has_bytes(self._staging / key)]
         if missing or {column.rows for column in columns} != {self._offsets[-1]}:
             raise StoreError(
@@ -200,6 +221,7 @@ class GenerationWriter:
 
     def discard(self) -> None:
         """Remove what was written, where it was not published."""
+        self._threads.shutdown()
         remove_tree(self._staging)
 
 
