@@ -1,4 +1,4 @@
-"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``status``, ``lineage``, ``verify``."""
+"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``status``; store_commands.py has the rest."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 try:
     import click
 except ImportError:
     sys.exit("hs-assets: the commands need more than the reader: pip install 'hs-assets[pipeline]'")
 
+from hs_assets import store_commands
 from hs_assets.config import DEFAULT_HOME, Project, load_project
 from hs_assets.errors import HsAssetsError
-
-F = TypeVar("F", bound=Callable[..., Any])
+from hs_assets.options import json_option as _json_option
+from hs_assets.options import project_options as _project_options
 
 
 class _Group(click.Group):
@@ -31,20 +31,6 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except HsAssetsError as error:
             raise click.ClickException(str(error)) from error
-
-
-def _project_options(command: F) -> F:
-    home = click.option(
-        "--home", type=click.Path(path_type=Path), help=f"Where everything is kept [HS_ASSETS_HOME, or {DEFAULT_HOME}]."
-    )
-    config = click.option(
-        "--config", help="A TOML file, or preset:NAME [HS_ASSETS_CONFIG, or <home>/hs_assets.toml, or preset:demo]."
-    )
-    return home(config(command))
-
-
-def _json_option(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 def _say(line: str) -> None:
@@ -232,51 +218,8 @@ def status(home: Path | None, config: str | None, as_json: bool, layer_set: str 
     sys.exit(1 if any(one.state == INCOMPLETE for one in partitions) else 0)
 
 
-@main.command()
-@_project_options
-@_json_option
-@click.argument("sample_id")
-def lineage(home: Path | None, config: str | None, as_json: bool, sample_id: str) -> None:
-    """Where a sample came from: states, dump, server, tokens, prompt partition, file and row.
-
-    \b
-    hs-assets lineage demo-00000/0003
-    """
-    from hs_assets.console import lineage_tree, make_console
-    from hs_assets.store import open_store
-    from hs_assets.store.reader import lineage as record_of
-
-    record = record_of(*open_store(load_project(home, config).store_path).find(sample_id))
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(record)))
-    else:
-        make_console().print(lineage_tree(record))
-
-
-@main.command()
-@_project_options
-@_json_option
-def verify(home: Path | None, config: str | None, as_json: bool) -> None:
-    """Read every stored byte and check it against manifests and checksums. Exit status 1 where something does not hold."""
-    from hs_assets.extraction.verify import Problem, count_samples
-    from hs_assets.extraction.verify import verify as check_all
-    from hs_assets.store import open_store
-
-    store = open_store(load_project(home, config).store_path)
-    good, problems = 0, []
-    with click.progressbar(check_all(store), length=count_samples(store), label="samples", file=sys.stderr) as checked:
-        for one in checked:
-            if isinstance(one, Problem):
-                problems.append(one)
-            else:
-                good += 1
-    if as_json:
-        click.echo(json.dumps({"samples": good, "problems": [dataclasses.asdict(problem) for problem in problems]}))
-    else:
-        for problem in problems:
-            click.echo(f"{problem.where} ({problem.layer_set}): {problem.detail}")
-        click.echo(f"{good} samples hold, {len(problems)} problems")
-    sys.exit(1 if problems else 0)
+for command in (store_commands.lineage, store_commands.verify, store_commands.gc):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

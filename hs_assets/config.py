@@ -155,6 +155,11 @@ class Home:
         return self.root / "store.zarr"
 
     @property
+    def locks(self) -> Path:
+        """``<partition>.lock`` is held by the run that works on a partition."""
+        return self.root / "locks"
+
+    @property
     def dagster(self) -> Path:
         return self.root / "dagster"
 

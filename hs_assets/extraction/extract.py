@@ -145,7 +145,7 @@ def _capture_only(project: Project, target: Target, key: str, say: Say) -> Repor
 @contextmanager
 def _alone(project: Project, key: str, say: Say) -> Iterator[None]:
     """Keep a second run of the partition waiting: it would write its manifest from what it knew before."""
-    path = project.home.root / "locks" / f"{key}.lock"
+    path = project.home.locks / f"{key}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:

@@ -192,7 +192,7 @@ class LayerSetView(Sequence[Eagle3Sample]):
     """The samples of a layer set; ``view[i]`` reads one whole, ``view.entries`` knows all without reading any."""
 
     def __init__(self, store: Store, manifests: list[Manifest]) -> None:
-        self._store = store
+        self.store = store
         self.entries: list[tuple[Manifest, StoredSample]] = [(m, sample) for m in manifests for sample in m.samples]
 
     def __len__(self) -> int:
@@ -206,8 +206,8 @@ class LayerSetView(Sequence[Eagle3Sample]):
 
     def __getitem__(self, index: int | slice) -> Eagle3Sample | list[Eagle3Sample]:
         if isinstance(index, slice):
-            return [self._store.sample(*entry) for entry in self.entries[index]]
-        return self._store.sample(*self.entries[index])
+            return [self.store.sample(*entry) for entry in self.entries[index]]
+        return self.store.sample(*self.entries[index])
 
 
 def lineage(manifest: Manifest, sample: StoredSample) -> Lineage:

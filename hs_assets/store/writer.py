@@ -6,6 +6,7 @@ one of a generation is shorter. Each array has a thread of its own, so layers ar
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import time
@@ -148,6 +149,7 @@ class GenerationWriter:
         self._destination = paths.generation(fingerprint, partition, self.name)
         self._staging = self._destination.with_name(STAGING_PREFIX + self.name)
         self._staging.mkdir(parents=True)
+        self._lock = _hold(self._staging)
         self._shape = shape
         self._group = zarr.create_group(
             self._staging,
@@ -217,12 +219,30 @@ class GenerationWriter:
                 got=f"{[column.rows for column in columns]} rows, shards missing: {missing}",
             )
         publish_folder(self._staging, self._destination)
+        self._release()
         return self.name
 
     def discard(self) -> None:
         """Remove what was written, where it was not published."""
         self._threads.shutdown()
         remove_tree(self._staging)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _hold(folder: Path) -> int | None:
+    """Lock a staging folder, as long as the file descriptor is open; None where the file system has no such locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _has_bytes(path: Path) -> bool:

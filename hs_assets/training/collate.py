@@ -104,7 +104,7 @@ class Collator:
         size, key = math.prod(shape), (self._slot, name)
         held = self._memory.get(key) if self.reuse else None
         if held is None or held.numel() < size or held.dtype != dtype:
-            held = _memory(size, dtype)
+            held = _memory(max(size, held.numel() * 3 // 2 if held is not None else 0), dtype)
             if self.reuse:
                 self._memory[key] = held
         return held[:size].view(shape)
