@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hs_assets.store import open_store
-from hs_assets.store.layout import create
+from hs_assets.store.layout import create, sync
 from hs_assets.store.manifest import Manifest, Part, PromptsVersion, StoredSample
 from hs_assets.store.masks import write_masks
 from hs_assets.store.writer import ArrayShape, GenerationWriter
@@ -293,10 +293,12 @@ def measure_write(name: str, folder: Path, lengths: Lengths) -> dict[str, float]
         began, used = time.perf_counter(), spent()
         next(steps, None)
         wall, cpu = wall + time.perf_counter() - began, cpu + spent() - used
-    os.sync()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        sync(path)  # a page that is not on disk yet cannot be dropped from the cache
     result = figures(sum(lengths) * 4 * WIDTH * 2, wall, cpu)
-    result["files"] = sum(1 for path in folder.rglob("*") if path.is_file())
-    result["size"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / result["bytes"]
+    result["files"] = len(files)
+    result["size"] = sum(path.stat().st_size for path in files) / result["bytes"]
     return result
 
 
