@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import zarr
 
 from hs_assets.errors import StoreError
 from hs_assets.store.layout import create
-from hs_assets.store.writer import STAGING_PREFIX, ArrayShape, GenerationWriter, _Column
+from hs_assets.store.writer import STAGING_PREFIX, ArrayShape, GenerationWriter
 from hs_assets_tests.store_material import DTYPES, FINGERPRINT, PARTITION, SHAPE, bits, make_states
 
 IDS, FINAL = (2, 4, 8), 8
@@ -100,19 +101,37 @@ def test_chunks_of_zeros_keep_their_sign(paths):
 
 
 def test_every_shard_is_written_once(paths, monkeypatch):
-    written, write_shard = Counter(), _Column._write_shard
+    """It is made anew (x), and nobody opens it to write a second time."""
+    written, open_path = Counter(), Path.open
 
-    def counted(column, path):
-        written[path.as_posix().partition(f"{writer.name}/")[2]] += 1
-        write_shard(column, path)
+    def counted(path, mode="r", *more, **named):
+        if "c" in path.parts[-3:-1] and "offsets" not in path.parts:
+            written[path.as_posix().partition(f"{writer.name}/")[2], mode] += mode != "rb"
+        return open_path(path, mode, *more, **named)
 
-    monkeypatch.setattr(_Column, "_write_shard", counted)
+    monkeypatch.setattr(Path, "open", counted)
     writer = new_writer(paths)
     for seed, length in enumerate([3, 20, 8, 1, 9]):
         writer.append(*make_sample(length, seed=seed))
     writer.publish()
     keys = [f"{name}/c/{i}/0" for name in NAMES.values() for i in range(6)] + [f"input_ids/c/{i}" for i in range(6)]
-    assert written == dict.fromkeys(keys, 1)
+    assert {key: times for key, times in written.items() if times} == {(key, "xb"): 1 for key in keys}
+
+
+def test_memory_is_a_chunk_of_each_array(paths):
+    """64 MB in shards of 32 MB and chunks of 256 KB: what is held at most is far below a shard."""
+    shape = ArrayShape(1024, "BF16", chunk_tokens=128, shard_tokens=16_384)
+    states = make_states(np.random.default_rng(0), 1024, shape)
+    writer = new_writer(paths, shape, ids=(8,))
+    tracemalloc.start()
+    try:
+        for _ in range(32):
+            writer.append(np.zeros(1024, np.int32), {8: states})
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 4_000_000
+    assert tensorstore_read(paths.generation(FINGERPRINT, PARTITION, writer.publish()) / "final").shape == (32 * 1024, 1024)
 
 
 def test_states_may_be_views_of_a_dump(paths):
@@ -132,6 +151,7 @@ def test_counters(paths):
     writer.append(*make_sample(5))
     writer.append(*make_sample(7))
     assert (writer.samples, writer.bytes) == (2, 12 * 3 * 4 * 2)
+    writer.discard()
 
 
 def test_nothing_has_its_name_before_it_is_published(paths):

@@ -97,7 +97,7 @@ class StoredArray:
         with file:
             descriptor = file.fileno()
             size = os.fstat(descriptor).st_size
-            index = self._read_index(descriptor, size) if self.sharded else [(0, size)]
+            index = self._read_index(descriptor, size, path) if self.sharded else [(0, size)]
             for chunk in range(low // self.chunk_rows, -(-high // self.chunk_rows)):
                 begin = chunk * self.chunk_rows
                 first, last = max(low, begin), min(high, begin + self.chunk_rows)
@@ -111,12 +111,12 @@ class StoredArray:
                 except ValueError as error:
                     raise ValueError(f"chunk {chunk} of {path}: {error}") from error
 
-    def _read_index(self, descriptor: int, size: int) -> list[tuple[int, int]]:
+    def _read_index(self, descriptor: int, size: int, path: Path) -> list[tuple[int, int]]:
         """(offset, bytes) of each chunk of a shard."""
         length = self.shard_rows // self.chunk_rows * 16
         data = os.pread(descriptor, length + CRC_BYTES, max(0, size - length - CRC_BYTES))
         if len(data) != length + CRC_BYTES or data[length:] != crc32c(data[:length]):
-            raise ValueError(f"the index of a shard in {self.folder} is damaged")
+            raise ValueError(f"the index of a shard is damaged: {path}")
         return [(int(place), int(n)) for place, n in np.frombuffer(data, "<u8", length // 8).reshape(-1, 2)]
 
 

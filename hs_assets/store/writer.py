@@ -1,12 +1,14 @@
 """A generation: the states of some samples, written aside shard by shard and published at once.
 
-Memory: one shard of each array, whatever the number of samples. A shard is written once, whole and aligned; only the last
-one of a generation is shorter. Each array has a thread of its own, so layers are checksummed, compressed and written together.
+Memory: one chunk of each array, whatever the number of samples. A shard is written once, from its first chunk to its index;
+only the last one of a generation is shorter. Layers are checksummed, compressed and written by threads, beside each other.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import os
 import secrets
 import time
@@ -23,7 +25,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 import hs_assets.store.dtype  # noqa: F401  (zarr learns bfloat16)
 from hs_assets.errors import StoreError
-from hs_assets.store.arrays import BFLOAT16, CRC_BYTES, NO_CHUNK, crc32c
+from hs_assets.store.arrays import BFLOAT16, CRC_BYTES, NO_CHUNK, crc32c, open_array
 from hs_assets.store.layout import StorePaths, array_name, publish_folder, remove_tree
 
 STAGING_PREFIX = ".staging-"
@@ -46,7 +48,7 @@ class ArrayShape:
 
 
 class _Column:
-    """One array [S, width] that grows at its end: a buffer of one shard, written when it is full.
+    """One array [S, width] that grows at its end: each chunk is written as soon as it is full.
 
     zarr makes the array and its metadata. Its shards are written here, byte for byte as zarr would (README.md), but without
     a copy of every chunk for every codec.
@@ -75,60 +77,70 @@ class _Column:
             fill_value=float("nan") if width is not None else 0,
             config={"write_empty_chunks": True},
         )
-        self._folder = folder
-        self._chunk = chunk
+        self.folder = folder / name
         self._compressed = compressed
         self._stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
         self._fill = np.asarray(self._array.fill_value, dtype).view(self._stored)
-        self._buffer = np.empty((shard, *tail), self._stored)
-        self._filled = 0
-        self._rows = 0
+        self._begun = np.empty((chunk, *tail), self._stored)  # a chunk that is not full yet
+        self._begun_rows = 0
+        self._chunks = 0
+        self._chunks_a_shard = shard // chunk
+        self._shard: io.FileIO | None = None
+        self._index: list[tuple[int, int]] = []
 
     def append(self, rows: np.ndarray) -> None:
         rows = rows.view(self._stored)
         while len(rows):
-            take = min(len(rows), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + take] = rows[:take]
-            self._filled += take
+            take = min(len(rows), len(self._begun) - self._begun_rows)
+            if take == len(self._begun) and rows.flags.c_contiguous:
+                self._write_chunk(rows[:take])
+            else:
+                self._begun[self._begun_rows : self._begun_rows + take] = rows[:take]
+                self._begun_rows += take
+                if self._begun_rows == len(self._begun):
+                    self._begun_rows = 0
+                    self._write_chunk(self._begun)
             rows = rows[take:]
-            if self._filled == len(self._buffer):
-                self.flush()
 
-    def flush(self) -> None:
-        """Write what is buffered. A column ends with this: a shard is never written twice."""
-        if not self._filled:
-            return
-        rows = self.rows
+    def finish(self) -> None:
+        """Write what is left, and what zarr has to know."""
+        rows = self._chunks * len(self._begun) + self._begun_rows
+        if self._begun_rows:
+            self._begun[self._begun_rows :] = self._fill
+            self._begun_rows = 0
+            self._write_chunk(self._begun)
+        if self._shard is not None:
+            self._end_shard(self._shard)
         self._array.resize((rows, *self._array.shape[1:]))
-        self._write_shard(self._folder / self.shard_paths[-1])
-        self._rows, self._filled = rows, 0
 
-    def _write_shard(self, path: Path) -> None:
-        """The chunks, each with its crc32c; then (offset, bytes) of each, all ones where there is none; its crc32c."""
-        count = -(-self._filled // self._chunk)
-        self._buffer[self._filled : count * self._chunk] = self._fill
-        index = np.full((len(self._buffer) // self._chunk, 2), NO_CHUNK, "<u8")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            for number in range(count):
-                chunk = self._buffer[number * self._chunk : (number + 1) * self._chunk]
-                if self._compressed:
-                    chunk = np.frombuffer(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, _BLOSC_BLOCK), np.uint8)
-                index[number] = file.tell(), chunk.nbytes + CRC_BYTES
-                file.write(chunk.data)
-                file.write(crc32c(chunk))
-            file.write(index.data)
-            file.write(crc32c(index))
+    def close(self) -> None:
+        """Give up what was begun."""
+        if self._shard is not None:
+            self._shard.close()
+            self._shard = None
 
-    @property
-    def rows(self) -> int:
-        return self._rows + self._filled
+    def _write_chunk(self, chunk: np.ndarray) -> None:
+        """A chunk and its crc32c, at the end of its shard."""
+        if self._shard is None:
+            path = Path(self.folder, "c", str(self._chunks // self._chunks_a_shard), *("0" for _ in self._begun.shape[1:]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._shard = path.open("xb", buffering=0)
+        if self._compressed:
+            chunk = np.frombuffer(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, _BLOSC_BLOCK), np.uint8)
+        self._index.append((self._shard.tell(), chunk.nbytes + CRC_BYTES))
+        _write(self._shard, chunk)
+        self._chunks += 1
+        if len(self._index) == self._chunks_a_shard:
+            self._end_shard(self._shard)
 
-    @property
-    def shard_paths(self) -> list[str]:
-        """The keys of the shards that must be there once all is written."""
-        zeros = "/0" * (self._array.ndim - 1)
-        return [f"{self._array.basename}/c/{i}{zeros}" for i in range(-(-self.rows // len(self._buffer)))]
+    def _end_shard(self, shard: io.FileIO) -> None:
+        """The index: (offset, bytes) of each chunk, all ones where there is none; its crc32c."""
+        index = np.full((self._chunks_a_shard, 2), NO_CHUNK, "<u8")
+        index[: len(self._index)] = self._index
+        _write(shard, index)
+        shard.close()
+        self._shard = None
+        self._index.clear()
 
 
 class GenerationWriter:
@@ -208,16 +220,15 @@ class GenerationWriter:
         )
         offsets[:] = np.array(self._offsets, np.int64)
         columns = [*self._states.values(), self._ids]
-        list(self._threads.map(_Column.flush, columns))
+        list(self._threads.map(_Column.finish, columns))
         self._threads.shutdown()
-        missing = [key for column in columns for key in column.shard_paths if not _has_bytes(self._staging / key)]
-        if missing or {column.rows for column in columns} != {self._offsets[-1]}:
+        try:
+            for column in columns:
+                _read_back(column.folder, self._offsets[-1])
+        except (OSError, LookupError, ValueError) as error:
             raise StoreError(
-                "a generation is not whole",
-                where=self._staging,
-                expected=f"{self._offsets[-1]} rows in every array",
-                got=f"{[column.rows for column in columns]} rows, shards missing: {missing}",
-            )
+                "a generation is not whole", where=self._staging, expected=f"{self._offsets[-1]} rows in every array", got=error
+            ) from error
         publish_folder(self._staging, self._destination)
         self._release()
         return self.name
@@ -225,6 +236,8 @@ class GenerationWriter:
     def discard(self) -> None:
         """Remove what was written, where it was not published."""
         self._threads.shutdown()
+        for column in (*self._states.values(), self._ids):
+            column.close()
         remove_tree(self._staging)
         self._release()
 
@@ -245,5 +258,17 @@ def _hold(folder: Path) -> int | None:
     return descriptor
 
 
-def _has_bytes(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
+def _write(file: io.FileIO, values: np.ndarray) -> None:
+    """Values and their crc32c; all of it, or an error."""
+    parts = values.reshape(-1).view(np.uint8).data, crc32c(values)
+    if os.writev(file.fileno(), parts) != values.nbytes + CRC_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+
+def _read_back(folder: Path, rows: int) -> None:
+    """Read the index and a chunk of each shard of an array, as every reader will."""
+    array = open_array(folder)
+    if array.rows != rows:
+        raise ValueError(f"{folder} has {array.rows} rows")
+    for shard in range(array.shards):
+        array.read(shard * array.shard_rows, shard * array.shard_rows + 1)
