@@ -28,11 +28,7 @@ def measure_compression(
         try:
             stored += sum(array.shard_path(shard).stat().st_size for shard in range(array.shards))
         except OSError as error:
-            raise StoreError(
-                "a shard is gone",
-                where=array.folder,
-                got=error,
-                remedy="remove its generation, then materialise the partition again",
-            ) from error
+            remedy = "remove its generation, then materialise the partition again"
+            raise StoreError("a shard is gone", where=array.folder, got=error, remedy=remedy) from error
         codecs.add("blosc" if array.compressed else "none")
     return Compression("+".join(sorted(codecs)), raw, stored) if "blosc" in codecs and stored else None
