@@ -84,6 +84,7 @@ def make_partition(
     generation_of: Sequence[int] | None = None,
     ids_by_generation: Sequence[tuple[int, ...]] | None = None,
     unstored: tuple[UnstoredRow, ...] = (),
+    prompts: PromptsVersion = PROMPTS,
     seed: int = 0,
 ) -> Partition:
     """Write samples of these lengths with their masks and their manifest.
@@ -105,7 +106,7 @@ def make_partition(
             offsets[sample_id, group] = writer, writer.append(ids, states)
     for writer in writers.values():
         writer.publish()
-    write_masks(paths, partition, PROMPTS.version, list(made.masks.values()))
+    write_masks(paths, partition, prompts.version, list(made.masks.values()))
 
     def part(sample_id: str, group: tuple[int, ...]) -> Part:
         writer, offset = offsets[sample_id, group]
@@ -129,7 +130,7 @@ def make_partition(
         layer_set=layers.id,
         state_fingerprint=FINGERPRINT,
         state_spec={"model_path": "moonshotai/Kimi-K2.5", "dtype": shape.dtype},
-        prompts=PROMPTS,
+        prompts=prompts,
         rows=len(samples) + len(unstored),
         samples=samples,
         unstored=unstored,

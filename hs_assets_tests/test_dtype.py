@@ -14,7 +14,8 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 from zarr.core.dtype.common import DataTypeValidationError
 
-from hs_assets.store.dtype import BFLOAT16, NAN_BITS, BFloat16, as_bits
+from hs_assets.store.arrays import BFLOAT16
+from hs_assets.store.dtype import NAN_BITS, BFloat16, as_bits
 
 PATTERNS = np.arange(65_536, dtype=np.uint16).reshape(256, 256)
 LAYOUTS = {
@@ -146,7 +147,7 @@ def test_a_fresh_process_needs_the_import_and_nothing_more(tmp_path):
     as_bits(create(tmp_path / "a", LAYOUTS["sharded"]))[:] = PATTERNS
     read = f"import zarr; print(zarr.open_array({str(tmp_path / 'a')!r}, mode='r')[3, 5].view('uint16'))"
     without = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
-    with_import = subprocess.run([sys.executable, "-c", f"import hs_assets.store; {read}"], capture_output=True, text=True)
+    with_import = subprocess.run([sys.executable, "-c", f"import hs_assets.store.dtype; {read}"], capture_output=True, text=True)
     assert without.returncode != 0
     assert "bfloat16" in without.stderr
     assert with_import.stdout == f"{PATTERNS[3, 5]}\n"

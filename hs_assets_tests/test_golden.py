@@ -19,6 +19,7 @@ import zarr
 
 from hs_assets.capture import assembly
 from hs_assets.capture.assembly import DumpFacts
+from hs_assets.store.arrays import open_array
 from hs_assets.store.dtype import as_bits
 from hs_assets.store.layout import STORE_VERSION, check, create
 from hs_assets.store.manifest import (
@@ -173,6 +174,7 @@ def test_the_store_is_recognised(tmp_path):
 def test_the_state_array_is_read():
     array = zarr.open_array(GOLDEN / "residual_002", mode="r")
     assert np.array_equal(as_bits(array)[:], STATES[:, 0])
+    assert np.array_equal(open_array(GOLDEN / "residual_002").read().view("<u2"), STATES[:, 0])
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{GOLDEN / 'residual_002'}/"}}
     assert np.array_equal(np.asarray(ts.open(spec).result().read().result()).view("<u2"), STATES[:, 0])
 

@@ -1,10 +1,10 @@
 """One partition, from rows to stored samples, without Dagster.
 
-respond.py      rows answered by the target model itself
-generations.py  what it generated, turn by turn
-plan.py         what is stored already, and what the server must be asked for
-intake.py       dumps in: validated, appended, published, freed
-extract.py      the whole of it, and the report
-status.py       the ledger of every partition
-verify.py       the store against its own promises
+respond.py        rows answered by the target model itself
+generations.py    what it generated, turn by turn
+plan.py           what is stored already, and what the server must be asked for
+intake.py         dumps in: validated, appended, published, freed
+extract.py        the whole of it, and the report
+status.py         the ledger of every partition
+lineage_table.py  the lineage of all rows as a Parquet table
 """

@@ -89,7 +89,7 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
         rules.prefix_share,
     )
     store = project.settings.store
-    shape = ArrayShape(target.facts.hidden_size, plan.layout.dtype, store.chunk_tokens, store.shard_tokens)
+    shape = ArrayShape(target.facts.hidden_size, plan.layout.dtype, store.chunk_tokens, store.shard_tokens, store.compression)
     spec = dataclasses.asdict(target.spec)
     destination = Destination(paths, target.spec.fingerprint, spec, run_id, shape)
     intake = report.intake = Intake(plan, destination, Validator(expected), say)
@@ -145,7 +145,7 @@ def _capture_only(project: Project, target: Target, key: str, say: Say) -> Repor
 @contextmanager
 def alone(project: Project, key: str, say: Say) -> Iterator[None]:
     """Keep a second run of the partition waiting: it would write what it makes from what it knew before."""
-    path = project.home.root / "locks" / f"{key}.lock"
+    path = project.home.locks / f"{key}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:

@@ -18,6 +18,7 @@ from hs_assets.samples.eagle3 import CapturedSample, load_sample
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import RULES, Validator
 from hs_assets.serving.client import Captured, Failed
+from hs_assets.store.compression import measure_compression
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, Part, PromptsVersion, StoredSample, UnstoredRow
 from hs_assets.store.masks import write_masks
@@ -152,6 +153,7 @@ class Intake:
             rows=len(prompts.rows),
             samples=tuple(samples),
             unstored=tuple(unstored),
+            compression=measure_compression(destination.paths, destination.fingerprint, prompts.key, samples),
         )
         return manifest, manifest.write(destination.paths)
 

@@ -7,12 +7,17 @@
     sample = view[0]                        # Eagle3Sample
     store.read(sample.sample_id, layers=[4], tokens=slice(0, 128))
 
-    dtype.py     bfloat16 for zarr
-    layout.py    where everything lies, and the version
-    writer.py    a generation: arrays written aside, published at once
-    manifest.py  a view of a partition: its samples, its ledger, its lineage
-    masks.py     loss masks, by partition and version of the prompts
-    reader.py    open_store and what it gives
+    arrays.py       rows of an array, read straight into a buffer, checksums checked
+    dtype.py        bfloat16 for zarr
+    layout.py       where everything lies, and the version
+    writer.py       a generation: arrays written aside, published at once
+    compression.py  how much smaller a partition became
+    manifest.py     a view of a partition: its samples, its ledger, its lineage
+    masks.py        loss masks, by partition and version of the prompts
+    reader.py       open_store and what it gives
+    lineage.py      a record a row; those of a source row, a run or a state spec
+    verify.py       the store against its own promises
+    gc.py           what can go
 
 README.md beside this specifies the format.
 """

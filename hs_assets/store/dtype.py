@@ -1,7 +1,8 @@
 """bfloat16 for zarr 3.1, under the name that zarr-extensions gives it, and the fast way to move its bytes.
 
-zarr has no bfloat16 and never loads the entry points that could bring one, so importing this module registers it: every
-process that opens a store does. The bits are those of ``ml_dtypes.bfloat16``; TensorStore reads and writes the same.
+zarr has no bfloat16 and never loads the entry points that could bring one, so importing this module registers it: the
+writer does, and whoever opens the arrays with zarr must. The bits are those of ``ml_dtypes.bfloat16``; TensorStore reads
+and writes the same.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import ml_dtypes
-import numpy as np
 import zarr
 from zarr.core.array import AsyncArray
 from zarr.core.dtype.npy.float import BaseFloat
 from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.dtype import data_type_registry
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+from hs_assets.store.arrays import BFLOAT16
+
 NAN_BITS = 0x7FC0
 """The fill value: no stored state is NaN, so a missing shard can be told from data."""
 

@@ -76,7 +76,7 @@ def check(root: Path) -> StorePaths:
         ) from error
     if version != STORE_VERSION:
         raise StoreVersionError(
-            "the store has another version",
+            f"the store has another version, {version}: this hs-assets reads {STORE_VERSION}",
             where=root,
             expected=STORE_VERSION,
             got=version,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import zarr
-from zarr.codecs import Crc32cCodec
 
+from hs_assets.store.arrays import open_array
 from hs_assets.store.layout import StorePaths, publish_folder, remove_tree
 
 
@@ -23,8 +23,11 @@ def write_masks(paths: StorePaths, partition: str, version: str, masks: Sequence
 
 def read_masks(paths: StorePaths, partition: str, version: str) -> list[np.ndarray]:
     """The loss masks (bool [L]) as they were written."""
-    group = zarr.open_group(paths.masks(partition, version), mode="r")
-    offsets, joined = np.asarray(group["offsets"]), np.asarray(group["loss_mask"])
+    folder = paths.masks(partition, version)
+    metadata = json.loads((folder / "zarr.json").read_text())
+    if (metadata["node_type"], metadata["attributes"]) != ("group", {}):
+        raise ValueError(f"{folder} is not a group of masks")
+    offsets, joined = open_array(folder / "offsets").read(), open_array(folder / "loss_mask").read()
     return [joined[a:b] for a, b in pairwise(offsets)]
 
 
@@ -38,11 +41,16 @@ def read_final_norm(paths: StorePaths, weight_fingerprint: str) -> tuple[np.ndar
     """A model's final norm, weight float32 [H] and eps, as it was written; None where it is not known."""
     if not paths.model(weight_fingerprint).exists():
         return None
+    import zarr
+
     group = zarr.open_group(paths.model(weight_fingerprint), mode="r")
     return np.asarray(group["final_norm_weight"]), float(str(group.attrs["eps"]))
 
 
 def _write_once(destination: Path, arrays: dict[str, np.ndarray], attributes: dict[str, object]) -> None:
+    import zarr
+    from zarr.codecs import Crc32cCodec
+
     if destination.exists():
         return
     destination.parent.mkdir(parents=True, exist_ok=True)

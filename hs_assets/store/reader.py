@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-import zarr
 
 from hs_assets.errors import StoreError
-from hs_assets.store.dtype import BFLOAT16, as_bits
+from hs_assets.store.arrays import MissingRowsError, StoredArray, open_array
 from hs_assets.store.layout import StorePaths, array_name, check
 from hs_assets.store.manifest import Manifest, Part, StoredSample, read_manifest
 from hs_assets.store.masks import read_masks
@@ -101,15 +100,13 @@ class Store:
             StoreError: no such sample, or no such residual id of it.
         """
         wanted = None if layers is None else tuple(layers)
-        manifest, sample = self.find(sample_id, wanted)
-        return self._states(manifest, sample, wanted, tokens)
+        return self.states(*self.find(sample_id, wanted), wanted, tokens)
 
     def find(self, sample_id: str, layers: tuple[int, ...] | None = None) -> tuple[Manifest, StoredSample]:
         """The manifest that has a sample (with all of `layers`), and its entry."""
         partition, found = sample_id.rpartition("/")[0], False
         for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
-            path = self.paths.manifest(layer_set_id, partition)
-            manifest = read_manifest(path) if path.exists() else None
+            manifest = _current_manifest(self.paths.manifest(layer_set_id, partition))
             for sample in manifest.samples if manifest else ():
                 if sample.sample_id != sample_id or manifest is None:
                     continue
@@ -129,48 +126,73 @@ class Store:
     def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
         """A sample, read whole."""
         ids, mask = self.ids_and_mask(manifest, sample)
-        states = self._states(manifest, sample, None, slice(None))
-        return Eagle3Sample(sample.sample_id, ids, mask, states, lineage(manifest, sample))
+        return Eagle3Sample(sample.sample_id, ids, mask, self.states(manifest, sample), lineage(manifest, sample))
 
     def ids_and_mask(self, manifest: Manifest, sample: StoredSample) -> tuple[np.ndarray, np.ndarray]:
         """``input_ids`` int32 [L] and ``loss_mask`` bool [L] of a sample, which are those that the manifest claims."""
         part = sample.parts[0]
         try:
-            ids = np.asarray(self._group(manifest, part)["input_ids"][part.offset : part.offset + sample.tokens], "<i4")
+            ids = self._generation(manifest, part).input_ids.read(part.offset, part.offset + sample.tokens)
             mask = _masks(self.paths, manifest.partition, manifest.prompts.version)[sample.mask]
-        except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
+        except (OSError, LookupError, ValueError, TypeError) as error:
             raise StoreError("ids or mask cannot be read", where=sample.sample_id, got=repr(error), remedy=_REMEDY) from error
-        seen = token_sha256(ids.tobytes()), len(mask), int(mask.sum())
+        seen = token_sha256(ids.data), len(mask), int(mask.sum())
         claimed = sample.token_sha256, sample.tokens, sample.supervised_tokens
         if seen != claimed:
             problem = "ids or mask are not those of the manifest"
             raise StoreError(problem, where=sample.sample_id, expected=claimed, got=seen, remedy=_REMEDY)
         return ids, mask
 
-    def _states(
-        self, manifest: Manifest, sample: StoredSample, layers: tuple[int, ...] | None, tokens: slice
+    def states(
+        self,
+        manifest: Manifest,
+        sample: StoredSample,
+        layers: Iterable[int] | None = None,
+        tokens: slice = slice(None),
+        out: Mapping[int, np.ndarray] | None = None,
     ) -> dict[int, np.ndarray]:
+        """States of a sample as a dict, residual id → [tokens, H]; touches only the chunks that hold them.
+
+        Arguments:
+            layers: residual ids; by default all that the manifest has of the sample.
+            tokens: a slice with step 1, in tokens of the sample.
+            out: residual id → where its states go, C-contiguous [tokens, H] of the stored dtype; by default new arrays.
+
+        Raises:
+            StoreError: states are missing or damaged, or there is no such residual id.
+        """
         start, stop, step = tokens.indices(sample.tokens)
+        stop = max(start, stop)
         if step != 1:
             raise StoreError("tokens are read in steps of 1", where=sample.sample_id, got=tokens)
+        parts = {residual_id: part for part in sample.parts for residual_id in part.residual_ids}
+        wanted = sorted(parts if layers is None else set(layers))
         states = {}
-        for part in sample.parts:
-            for residual_id in part.residual_ids:
-                if layers is None or residual_id in layers:
-                    array = self._group(manifest, part)[f"state:{residual_id}"]
-                    where = f"{sample.sample_id}, residual id {residual_id}, generation {part.generation}"
-                    states[residual_id] = _rows(array, part.offset + start, part.offset + max(start, stop), where)
-        return dict(sorted(states.items()))
+        for residual_id in wanted:
+            if residual_id not in parts:
+                problem = "no such states of this sample in its layer set"
+                raise StoreError(problem, where=sample.sample_id, expected=sorted(parts), got=residual_id)
+            part = parts[residual_id]
+            array = self._generation(manifest, part).states.get(residual_id)
+            where = f"{sample.sample_id}, residual id {residual_id}, generation {part.generation}"
+            into = None if out is None else out[residual_id]
+            states[residual_id] = _rows(array, part.offset + start, part.offset + stop, into, where)
+        return states
 
-    def _group(self, manifest: Manifest, part: Part) -> dict[str, Any]:
-        return _open_generation(self.paths.generation(manifest.state_fingerprint, manifest.partition, part.generation))
+    def state_layout(self, manifest: Manifest, sample: StoredSample) -> tuple[int, np.dtype[Any]]:
+        """Hidden size and dtype of a sample's states."""
+        array = next(iter(self._generation(manifest, sample.parts[0]).states.values()))
+        return array.row_shape[0], array.dtype
+
+    def _generation(self, manifest: Manifest, part: Part) -> Generation:
+        return open_generation(self.paths.generation(manifest.state_fingerprint, manifest.partition, part.generation))
 
 
 class LayerSetView(Sequence[Eagle3Sample]):
     """The samples of a layer set; ``view[i]`` reads one whole, ``view.entries`` knows all without reading any."""
 
     def __init__(self, store: Store, manifests: list[Manifest]) -> None:
-        self._store = store
+        self.store = store
         self.entries: list[tuple[Manifest, StoredSample]] = [(m, sample) for m in manifests for sample in m.samples]
 
     def __len__(self) -> int:
@@ -184,8 +206,8 @@ class LayerSetView(Sequence[Eagle3Sample]):
 
     def __getitem__(self, index: int | slice) -> Eagle3Sample | list[Eagle3Sample]:
         if isinstance(index, slice):
-            return [self._store.sample(*entry) for entry in self.entries[index]]
-        return self._store.sample(*self.entries[index])
+            return [self.store.sample(*entry) for entry in self.entries[index]]
+        return self.store.sample(*self.entries[index])
 
 
 def lineage(manifest: Manifest, sample: StoredSample) -> Lineage:
@@ -209,43 +231,62 @@ def lineage(manifest: Manifest, sample: StoredSample) -> Lineage:
     )
 
 
-def _rows(array: zarr.Array[Any], start: int, stop: int, where: str) -> np.ndarray:
-    """Rows of a state array as its own dtype; `where` is named in errors."""
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generation's arrays: ``input_ids`` [S], and residual id → states [S, H]."""
+
+    input_ids: StoredArray
+    states: dict[int, StoredArray]
+
+
+@lru_cache(maxsize=64)
+def open_generation(path: Path) -> Generation:
+    """The generation in a folder; nothing but metadata is read.
+
+    Raises:
+        StoreError: it is gone or damaged.
+    """
     try:
-        rows = np.asarray(array[start:stop])
+        attributes = json.loads((path / "zarr.json").read_text())["attributes"]
+        final, ids = int(str(attributes["final"])), attributes["residual_ids"]
+        input_ids = open_array(path / "input_ids")
+        states = {int(i): open_array(path / array_name(i, final)) for i in ids}
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise StoreError("a generation cannot be opened", where=path, got=repr(error), remedy=_REMEDY) from error
+    shapes = {(array.rows, array.row_shape) for array in states.values()}
+    if len(shapes) != 1 or next(iter(shapes))[0] != input_ids.rows:
+        raise StoreError("the arrays of a generation differ in shape", where=path, got=sorted(shapes), remedy=_REMEDY)
+    return Generation(input_ids, states)
+
+
+def _rows(array: StoredArray | None, start: int, stop: int, out: np.ndarray | None, where: str) -> np.ndarray:
+    """Rows of a state array; `where` is named in errors."""
+    if array is None:
+        raise StoreError("the generation of a sample has no such residual id", where=where, remedy=_REMEDY)
+    try:
+        return array.read(start, stop, out)
+    except MissingRowsError as error:
+        raise StoreError("states are missing: a shard is gone", where=where, got=error, remedy=_REMEDY) from error
     except (OSError, ValueError) as error:
         raise StoreError("states cannot be read", where=where, got=error, remedy=_REMEDY) from error
-    states = rows.view(BFLOAT16) if rows.dtype == np.uint16 else rows
-    if len(states) != stop - start or np.isnan(states[:, 0]).any():
-        raise StoreError("states are missing: a shard is gone and reads as fill", where=where, remedy=_REMEDY)
-    return states
 
 
 def _residual_ids(sample: StoredSample) -> tuple[int, ...]:
     return tuple(i for part in sample.parts for i in part.residual_ids)
 
 
-@lru_cache(maxsize=64)
-def _open_generation(path: Path) -> dict[str, Any]:
-    """A generation's arrays: ``input_ids``, and ``state:<residual id>`` as bits."""
+def _current_manifest(path: Path) -> Manifest | None:
+    """The manifest as it now is; parsed once for each time that it is replaced."""
     try:
-        group = zarr.open_group(path, mode="r")
-        final, ids = int(str(group.attrs["final"])), json.loads(str(group.attrs["residual_ids"]))
-        input_ids = _array(group, "input_ids")
-        states = {f"state:{i}": as_bits(_array(group, array_name(i, final))) for i in ids}
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise StoreError("a generation cannot be opened", where=path, got=repr(error), remedy=_REMEDY) from error
-    shapes = {array.shape for array in states.values()}
-    if len(shapes) != 1 or next(iter(shapes))[0] != input_ids.shape[0]:
-        raise StoreError("the arrays of a generation differ in shape", where=path, got=sorted(shapes), remedy=_REMEDY)
-    return {**states, "input_ids": input_ids}
+        now = path.stat()
+    except OSError:
+        return None
+    return _parsed_manifest(path, (now.st_ino, now.st_mtime_ns, now.st_size))
 
 
-def _array(group: zarr.Group, name: str) -> zarr.Array[Any]:
-    array = group[name]
-    if not isinstance(array, zarr.Array):
-        raise KeyError(name)
-    return array
+@lru_cache(maxsize=64)
+def _parsed_manifest(path: Path, _: tuple[int, int, int]) -> Manifest:
+    return read_manifest(path)
 
 
 @lru_cache(maxsize=64)

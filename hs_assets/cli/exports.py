@@ -11,21 +11,15 @@ from typing import Any, TypeVar
 
 import click
 
+from hs_assets.cli.options import json_option, project_options
 from hs_assets.config import Project, load_project
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _project_options(command: F) -> F:
-    options = (
-        click.option("--layer-set", help="Such as r3-31-59-61 [the configured one]."),
-        click.option("--home", type=click.Path(path_type=Path), help="Where everything is kept [HS_ASSETS_HOME]."),
-        click.option("--config", help="A TOML file, or preset:NAME [HS_ASSETS_CONFIG]."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    layer_set = click.option("--layer-set", help="Such as r3-31-59-61 [the configured one].")
+    return layer_set(project_options(json_option(command)))
 
 
 def _export_options(command: F) -> F:

@@ -1,0 +1,84 @@
+"""``hs-assets demo`` and ``hs-assets status``: everything once, and the ledger of what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from hs_assets.cli.options import json_option, project_options, say
+from hs_assets.config import load_project
+
+
+@click.command()
+@project_options
+@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A checkpoint of your own.")
+@click.option(
+    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A JSONL file of conversations of your own."
+)
+def demo(home: Path | None, config: str | None, model: Path | None, prompts: Path | None) -> None:
+    """Extract every partition through Dagster, and show what came of it.
+
+    \b
+    hs-assets demo
+    hs-assets demo --model ~/models/SmolLM2-135M-Instruct --prompts chats.jsonl --home /tmp/try
+    """
+    from hs_assets.console import ledger_table, lineage_tree, make_console, next_steps
+    from hs_assets.defs.build import build_definitions
+    from hs_assets.defs.demo import materialize, prepare, write_config
+    from hs_assets.extraction.status import status
+    from hs_assets.store import open_store
+    from hs_assets.store.reader import lineage
+
+    if model is not None or prompts is not None:
+        write_config(load_project(home, "preset:demo").home, model, prompts)
+    project = load_project(home, config)
+    console = make_console()
+    prepare(project, say)
+    began, outcomes = time.monotonic(), []
+    for outcome in materialize(project, build_definitions(project), say):
+        outcomes.append(outcome)
+        said = "complete" if outcome.problem is None else f"NOT COMPLETE: {outcome.problem}"
+        did = f"{outcome.tokens:,} tokens captured" if outcome.tokens else "nothing had to be captured"
+        say(f"{outcome.partition}: {said}, {did} ({time.monotonic() - began:.0f} s since the beginning)")
+    partitions = status(project)
+    console.print(ledger_table(partitions))
+    view = open_store(project.store_path).layer_set(partitions[0].layer_set)
+    if len(view):
+        tokens, size = sum(one.tokens for one in partitions), sum(one.bytes for one in partitions)
+        captured, seconds = sum(one.tokens for one in outcomes), sum(one.seconds for one in outcomes)
+        speed = f"{captured / seconds:,.0f} tokens/s captured now" if captured else "nothing had to be captured"
+        stored = sum(one.stored for one in partitions)
+        console.print(f"{stored} samples, {tokens:,} tokens, {size:,} bytes of states in {project.store_path}; {speed}")
+        own, other = max(one.own_logprob for one in outcomes), min(one.other_logprob for one in outcomes)
+        if captured and own:
+            console.print(f"logprob rule: differences of own states at most {own:.3f}, of another sample's at least {other:.3f}")
+        console.print(lineage_tree(lineage(*view.entries[0])))
+    console.print(next_steps(project, view.entries[0][1].sample_id if len(view) else None), markup=False, soft_wrap=True)
+    sys.exit(1 if any(outcome.problem for outcome in outcomes) else 0)
+
+
+@click.command()
+@project_options
+@json_option
+@click.option("--layer-set", help="Such as r3-31-59-61 [the configured one].")
+def status(home: Path | None, config: str | None, as_json: bool, layer_set: str | None) -> None:
+    """The ledger of every partition. Exit status 1 where rows failed.
+
+    \b
+    hs-assets status
+    hs-assets status --json | jq '.partitions[] | select(.failed != {})'
+    """
+    from hs_assets.console import ledger_table, make_console
+    from hs_assets.extraction.status import INCOMPLETE
+    from hs_assets.extraction.status import status as read_status
+
+    partitions = read_status(load_project(home, config), layer_set)
+    if as_json:
+        click.echo(json.dumps({"partitions": [one.as_json() for one in partitions]}))
+    else:
+        make_console().print(ledger_table(partitions))
+    sys.exit(1 if any(one.state == INCOMPLETE for one in partitions) else 0)

@@ -1,0 +1,94 @@
+"""``hs-assets engine`` and ``hs-assets server``: SGLang on the CPU, and the server of a home."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hs_assets.cli.options import json_option, project_options, say
+from hs_assets.config import load_project
+
+
+@click.group()
+def engine() -> None:
+    """The CPU engine: SGLang without a GPU, for small models."""
+
+
+@engine.command("install")
+def engine_install() -> None:
+    """Make the CPU engine's environment (some 3 GB, a few minutes); does nothing where it is there already."""
+    from hs_assets.serving import engine as cpu_engine
+
+    click.echo(cpu_engine.install(say))
+
+
+@click.group()
+def server() -> None:
+    """The SGLang server of a home."""
+
+
+@server.command("start")
+@project_options
+def server_start(home: Path | None, config: str | None) -> None:
+    """Start the server, unless it runs; it stops by itself when nobody has used it for a while."""
+    from hs_assets.serving.launch import make_launch_plan, resolve
+    from hs_assets.serving.server import lease_server
+    from hs_assets.serving.state import ServerFolder
+
+    project = load_project(home, config)
+    with lease_server(
+        ServerFolder(project.home.server), make_launch_plan(project, resolve(project)), "hs-assets server start", say
+    ) as state:
+        click.echo(state.url)
+
+
+@server.command("stop")
+@project_options
+@click.option("--force", is_flag=True, help="Also while somebody uses it.")
+def server_stop(home: Path | None, config: str | None, force: bool) -> None:
+    """Stop the server."""
+    from hs_assets.serving.server import stop_server
+    from hs_assets.serving.state import ServerFolder
+
+    project = load_project(home, config)
+    stopped = stop_server(ServerFolder(project.home.server), say, force=force)
+    click.echo("stopped" if stopped else "no server runs")
+
+
+@server.command("status")
+@project_options
+@json_option
+def server_status(home: Path | None, config: str | None, as_json: bool) -> None:
+    """Whether the server runs, who uses it, and how full its spool is. Exit status 1 where it is not up."""
+    from hs_assets.console import server_lines
+    from hs_assets.serving.admission import spool_use
+    from hs_assets.serving.server import describe
+    from hs_assets.serving.state import UP, ServerFolder, read_counters
+    from hs_assets.wire.spool import Spool
+
+    project = load_project(home, config)
+    folder = ServerFolder(project.home.server)
+    state, leases = folder.read_state(), folder.live_leases()
+    dumps, used = spool_use(project.spool_path)
+    phase, counters = describe(state), read_counters(Spool(project.spool_path), 0)
+    if as_json:
+        known = dataclasses.asdict(state) if state else {}
+        click.echo(
+            json.dumps(
+                {
+                    **known,
+                    "phase": phase,
+                    "leases": [dataclasses.asdict(lease) for lease in leases],
+                    "dumps": dumps,
+                    "spool_used_bytes": used,
+                    "counters": dataclasses.asdict(counters) if counters else None,
+                }
+            )
+        )
+    else:
+        click.echo("\n".join(server_lines(phase, state, leases, dumps, used, counters)))
+    sys.exit(0 if phase == UP else 1)

@@ -1,0 +1,148 @@
+"""The commands that work on a store alone: ``hs-assets lineage``, ``verify``, ``gc``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hs_assets.cli.options import json_option, project_options
+from hs_assets.config import load_project
+
+
+@click.command()
+@project_options
+@json_option
+@click.argument("sample_id", required=False)
+@click.option("--source", help="Rows of a source, by its name or path.")
+@click.option("--row", "source_row", type=int, help="Rows made of this row of a source (0-based).")
+@click.option("--run", "run_id", help="Rows of which a run captured states.")
+@click.option("--spec", help="Rows of a state spec, by its fingerprint or the beginning of it.")
+@click.option("--layer-set", help="Only rows of this layer set, such as r3-31-59-61.")
+@click.option("--parquet", type=click.Path(dir_okay=False, path_type=Path), help="Write all rows asked for to a Parquet table.")
+def lineage(
+    home: Path | None,
+    config: str | None,
+    as_json: bool,
+    sample_id: str | None,
+    source: str | None,
+    source_row: int | None,
+    run_id: str | None,
+    spec: str | None,
+    layer_set: str | None,
+    parquet: Path | None,
+) -> None:
+    """Where a sample came from; or which samples came of a source row, a run or a state spec. Exit status 1 where there is none.
+
+    \b
+    hs-assets lineage demo-00000/0003                  states, dump, server, tokens, prompt partition, file and row
+    hs-assets lineage --source demo --row 17           what became of a source row, also where it was dropped
+    hs-assets lineage --run 3f2c… --json               a line of JSON a row
+    hs-assets lineage --parquet lineage.parquet        a table: duckdb -c "select * from 'lineage.parquet' where source_row = 17"
+    """
+    from hs_assets.console import lineage_tree, make_console
+    from hs_assets.extraction.lineage_table import write_lineage_table
+    from hs_assets.store import open_store
+    from hs_assets.store.lineage import Question, lineage_rows
+    from hs_assets.store.reader import lineage as record_of
+
+    store = open_store(load_project(home, config).store_path)
+    question = Question(sample_id, layer_set, source, source_row, run_id, spec)
+    if sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None:
+        record = record_of(*store.find(sample_id))
+        if as_json:
+            click.echo(json.dumps(dataclasses.asdict(record)))
+        else:
+            make_console().print(lineage_tree(record))
+        return
+    if parquet is not None:
+        count = write_lineage_table(store, parquet, question)
+        click.echo(f"{count} rows in {parquet}")
+    elif question == Question():
+        raise click.UsageError("Name a sample, or what its rows shall be of: --source, --row, --run, --spec; or --parquet FILE.")
+    else:
+        count = 0
+        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007  (the last number is the count)
+            why = "" if row.reason is None else f"  {row.reason}: {row.detail}"
+            runs = ", ".join(dict.fromkeys(row.run_ids))
+            line = (
+                f"{row.sample_id}  {row.layer_set}  {row.outcome}{why}  {row.source_name} row {row.source_row}  run {runs or '-'}"
+            )
+            click.echo(json.dumps(row.as_dict()) if as_json else line)
+    sys.exit(0 if count else 1)
+
+
+@click.command()
+@project_options
+@json_option
+@click.option("--processes", type=click.IntRange(1), help="How many read at once [one a core].")
+def verify(home: Path | None, config: str | None, as_json: bool, processes: int | None) -> None:
+    """Read every stored byte and check it against manifests and checksums. Exit status 1 where something does not hold."""
+    from hs_assets.store import open_store
+    from hs_assets.store.verify import Checked, Problem, count_samples
+    from hs_assets.store.verify import verify as check_all
+
+    store = open_store(load_project(home, config).store_path)
+    good, problems = 0, list[Problem]()
+
+    def where(checked: Checked | None) -> str:
+        return f"{checked.last}, {len(problems)} problems" if checked else ""
+
+    with click.progressbar(length=count_samples(store), label="samples", file=sys.stderr, item_show_func=where) as bar:
+        for checked in check_all(store, processes):
+            good += checked.good
+            problems += checked.problems
+            bar.update(checked.samples, checked)
+    if as_json:
+        click.echo(json.dumps({"samples": good, "problems": [dataclasses.asdict(problem) for problem in problems]}))
+    else:
+        for problem in problems:
+            click.echo(f"{problem.where} ({problem.layer_set}): {problem.detail}")
+        click.echo(f"{good} samples hold, {len(problems)} problems")
+    sys.exit(1 if problems else 0)
+
+
+@click.command()
+@project_options
+@json_option
+@click.option("--old-layer-sets", is_flag=True, help="Also layer sets that the configured one has replaced, sample for sample.")
+@click.option("--min-age", type=click.FloatRange(0), default=24.0, show_default=True, help="Hours that a leftover is kept.")
+@click.option("--delete", is_flag=True, help="Remove it; else it is only listed.")
+def gc(home: Path | None, config: str | None, as_json: bool, old_layer_sets: bool, min_age: float, delete: bool) -> None:
+    """List what no manifest names any more, and with --delete remove it; never what a running writer holds.
+
+    \b
+    hs-assets gc                              generations and masks that crashes and changes left behind
+    hs-assets gc --old-layer-sets --delete    also the layer sets from before the last change
+    """
+    from hs_assets.samples.model import read_model_facts
+    from hs_assets.store.gc import Garbage, Kept, collect
+    from hs_assets.store.layout import check
+    from hs_assets.wire.layers import LayerSet
+
+    project = load_project(home, config)
+    current = None
+    if old_layer_sets:
+        layers = read_model_facts(project.settings.model.path).num_layers
+        current = LayerSet.choose(project.settings.layers, layers).id
+    paths = check(project.store_path)
+    garbage, kept = list[Garbage](), list[Kept]()
+    for found in collect(paths, project.home.locks, current=current, min_age=min_age * 3600, delete=delete):
+        if isinstance(found, Garbage):
+            garbage.append(found)
+            said = f"{found.path.relative_to(paths.root)}: {found.reason} ({found.bytes:,} bytes)"
+        else:
+            kept.append(found)
+            said = f"{found.where.relative_to(paths.root)}: kept: {found.reason}"
+        if not as_json:
+            click.echo(f"{found.partition}: {said}")
+    total = sum(one.bytes for one in garbage)
+    if as_json:
+        body = {"garbage": [dataclasses.asdict(one) for one in garbage], "kept": [dataclasses.asdict(one) for one in kept]}
+        click.echo(json.dumps({"deleted": delete, "bytes": total, **body}, default=str))
+    else:
+        did = "removed" if delete else "could go (--delete removes it)"
+        click.echo(f"{len(garbage)} files and folders, {total:,} bytes {did}; {len(kept)} kept")
