@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from hs_assets.samples.conversations import Conversation, Dropped, Tokenized
 from hs_assets.samples.masks import Rendered, render_conversation, tokenize
@@ -76,9 +77,10 @@ def openai(conversation: Conversation, parts: bool) -> list[dict[str, Any]]:
 def hugging_face(name: str, conversation: Conversation, **options: Any) -> Any:
     """transformers' own rendering; TemplateError and such where the template refuses."""
     tools = [dict(tool) for tool in conversation.tools] or None
-    options["strftime_now"] = RENDER_DATE.strftime
+    tokenizer = hugging_face_tokenizer(name)
+    _compile_jinja_template(tokenizer.chat_template).globals["strftime_now"] = RENDER_DATE.strftime  # else it is today
     chat = openai(conversation, parts=re.search("idefics|llava", name) is not None)
-    return hugging_face_tokenizer(name).apply_chat_template(chat, tools=tools, **options)
+    return tokenizer.apply_chat_template(chat, tools=tools, **options)
 
 
 def hugging_face_prompt(name: str, conversation: Conversation) -> str:
