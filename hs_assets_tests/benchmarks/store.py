@@ -5,7 +5,8 @@
 Needs torch, safetensors and tensorstore beside the package. Samples have four states of 7168 bf16 a token and 1600 tokens on
 average. Each measurement is a process of its own; CPU seconds are those of the process and its workers, user and system, a
 GB (1e9 bytes) of states. ``warm``: from the page cache, the median of `--repeats`; ``cold``: after the cache was told to drop
-the files, which a tmpfs does not do. With `--model`, the compressed size of real states, by transformers in bf16.
+the files, which a tmpfs does not do. With `--model`, the compressed size of real states, by transformers in bf16; in the
+CPU engine's environment its shims must be on PYTHONPATH then.
 
 Exits with 1 where a bar is not met: reading ours uncompressed at most 1.5 of the raw copy and below torch.load; writing it at
 most 2 of safetensors; compressed real states at most 0.72 of their size.
@@ -351,7 +352,7 @@ def measure_real(model: Path, folder: Path) -> dict[str, float]:
     paths = create(folder / "real.zarr")
     writer = GenerationWriter(paths, "1" * 16, "real-00000", ids, n, shape)
     text = (resources.files("hs_assets") / "presets" / "demo_conversations.jsonl").read_text()
-    for line in text.splitlines()[:32]:
+    for line in filter(str.strip, text.splitlines()[:32]):
         tokens = tokenizer(line, return_tensors="pt").input_ids[:, :1024]
         with torch.no_grad():
             hidden = network(tokens, output_hidden_states=True, use_cache=False).hidden_states
