@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import google_crc32c
 import numpy as np
 import zarr
 from numcodecs import blosc
@@ -25,7 +26,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 import hs_assets.store.dtype  # noqa: F401  (zarr learns bfloat16)
 from hs_assets.errors import StoreError
-from hs_assets.store.arrays import BFLOAT16, CRC_BYTES, NO_CHUNK, crc32c, open_array
+from hs_assets.store.arrays import BFLOAT16, CRC_BYTES, NO_CHUNK, open_array
 from hs_assets.store.layout import StorePaths, array_name, publish_folder, remove_tree
 
 STAGING_PREFIX = ".staging-"
@@ -91,14 +92,14 @@ class _Column:
     def append(self, rows: np.ndarray) -> None:
         rows = rows.view(self._stored)
         while len(rows):
-            take = min(len(rows), len(self._begun) - self._begun_rows)
-            if take == len(self._begun) and rows.flags.c_contiguous:
-                self._write_chunk(rows[:take])
+            held = self._begun_rows
+            take = min(len(rows), len(self._begun) - held)
+            self._begun_rows = (held + take) % len(self._begun)
+            if held + take == len(self._begun) and rows.flags.c_contiguous and (held == 0 or not self._compressed):
+                self._write_chunk(self._begun[:held], rows[:take])
             else:
-                self._begun[self._begun_rows : self._begun_rows + take] = rows[:take]
-                self._begun_rows += take
-                if self._begun_rows == len(self._begun):
-                    self._begun_rows = 0
+                self._begun[held : held + take] = rows[:take]
+                if held + take == len(self._begun):
                     self._write_chunk(self._begun)
             rows = rows[take:]
 
@@ -119,16 +120,15 @@ class _Column:
             self._shard.close()
             self._shard = None
 
-    def _write_chunk(self, chunk: np.ndarray) -> None:
-        """A chunk and its crc32c, at the end of its shard."""
+    def _write_chunk(self, *pieces: np.ndarray) -> None:
+        """A chunk, which may come in pieces where it is not compressed, and its crc32c, at the end of its shard."""
         if self._shard is None:
             path = Path(self.folder, "c", str(self._chunks // self._chunks_a_shard), *("0" for _ in self._begun.shape[1:]))
             path.parent.mkdir(parents=True, exist_ok=True)
             self._shard = path.open("xb", buffering=0)
         if self._compressed:
-            chunk = np.frombuffer(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, _BLOSC_BLOCK), np.uint8)
-        self._index.append((self._shard.tell(), chunk.nbytes + CRC_BYTES))
-        _write(self._shard, chunk)
+            pieces = (np.frombuffer(blosc.compress(pieces[-1], b"zstd", 1, blosc.SHUFFLE, _BLOSC_BLOCK), np.uint8),)
+        self._index.append((self._shard.tell(), _write(self._shard, *pieces)))
         self._chunks += 1
         if len(self._index) == self._chunks_a_shard:
             self._end_shard(self._shard)
@@ -258,11 +258,16 @@ def _hold(folder: Path) -> int | None:
     return descriptor
 
 
-def _write(file: io.FileIO, values: np.ndarray) -> None:
-    """Values and their crc32c; all of it, or an error."""
-    parts = values.reshape(-1).view(np.uint8).data, crc32c(values)
-    if os.writev(file.fileno(), parts) != values.nbytes + CRC_BYTES:
+def _write(file: io.FileIO, *pieces: np.ndarray) -> int:
+    """Pieces one after the other and their crc32c; all of it, or an error. Returns the number of bytes."""
+    checksum = 0
+    for piece in pieces:
+        checksum = google_crc32c.extend(checksum, piece)
+    parts = [piece.reshape(-1).view(np.uint8).data for piece in pieces if piece.nbytes]
+    size = sum(piece.nbytes for piece in pieces) + CRC_BYTES
+    if os.writev(file.fileno(), [*parts, checksum.to_bytes(CRC_BYTES, "little")]) != size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+    return size
 
 
 def _read_back(folder: Path, rows: int) -> None:
