@@ -151,6 +151,19 @@ class RuleSettings(_Section):
     """Share of a partition's rows that may be `rejected(rule)` before it fails."""
 
 
+class AutomationSettings(_Section):
+    """What Dagster does by itself; `cron` and whether it runs are read when the definitions are loaded, the rest at each tick."""
+
+    reextract_stale: bool = False
+    """Extract partitions again that are stored in another layer set; the schedule can be switched on in the UI too."""
+    cron: str = "*/5 * * * *"
+    partitions_per_tick: int = Field(default=16, gt=0)
+    max_attempts: int = Field(default=3, gt=0)
+    """Failed runs of one partition after which the schedule leaves it to people."""
+    reextract_other_specs: bool = False
+    """Also extract partitions again whose state spec is another one (weights, SGLang's version, flags): it redoes everything."""
+
+
 class Settings(_Section):
     """The whole configuration."""
 
@@ -162,6 +175,7 @@ class Settings(_Section):
     server: ServerSettings = ServerSettings()
     store: StoreSettings = StoreSettings()
     rules: RuleSettings = RuleSettings()
+    automation: AutomationSettings = AutomationSettings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import pytest
 
 from hs_assets.config import Project
 from hs_assets.defs.build import build_definitions
-from hs_assets.defs.extraction import RAW_DUMPS, SAMPLES
 from hs_assets.defs.layer_set import LAYER_SET
+from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
 from hs_assets.store import open_store
 from hs_assets.wire.rid import Rid
 from hs_assets_tests.conftest import write_project

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from hs_assets.defs.layer_set import LAYER_SET, data_version, require_recorded
+from hs_assets.defs.layer_set import LAYER_SET, require_recorded
 from hs_assets.defs.project import ProjectResource
+from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES, SPEC_CURRENT, SamplesVersion
+from hs_assets.defs.reextract import SPEC_CHANGED_TAG
+from hs_assets.errors import SpecChangedError
 from hs_assets.extraction.extract import Report, capture_only, extract
-from hs_assets.serving.launch import resolve
+from hs_assets.serving.launch import Target, resolve
 from hs_assets.store.manifest import Manifest
 
-PROMPTS, RAW_DUMPS, SAMPLES = dg.AssetKey("prompts"), dg.AssetKey("raw_dumps"), dg.AssetKey("eagle3_samples")
+PROMPTS = dg.AssetKey("prompts")
 POOL = "sglang"
 OWN_LOGPROB, OTHER_LOGPROB = "largest logprob difference", "smallest logprob difference of another sample"
 """Metadata of `eagle3_samples`: how far the `logprob` rule was from failing, and from passing a mix-up."""
@@ -65,21 +68,21 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
     ) -> Iterator[dg.MaterializeResult[None] | dg.AssetCheckResult]:
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
-        require_recorded(context.instance, target)
+        _require_unchanged(context, project, target)
         selected = context.selected_asset_keys
         if SAMPLES not in selected:
             report = capture_only(loaded, target, key, context.log.info)
             _fail_if_incomplete(key, report)
-            yield dg.MaterializeResult(
-                RAW_DUMPS, metadata=_raw_metadata(report), data_version=dg.DataVersion(_version(report, data_version(target)))
-            )
+            _require_unchanged(context, project, target)
+            yield dg.MaterializeResult(RAW_DUMPS, metadata=_raw_metadata(report), data_version=_version(report, target))
             return
         report = extract(loaded, target, key, context.run.run_id, context.log.info)
         for result in _checks(report):
             if dg.AssetCheckKey(SAMPLES, str(result.check_name)) in context.selected_asset_check_keys:
                 yield result
         _fail_if_incomplete(key, report)
-        version = dg.DataVersion(_version(report, data_version(target)))
+        _require_unchanged(context, project, target)
+        version = _version(report, target)
         if RAW_DUMPS in selected:
             yield dg.MaterializeResult(RAW_DUMPS, metadata=_raw_metadata(report), data_version=version)
         yield dg.MaterializeResult(SAMPLES, metadata=_sample_metadata(report, str(loaded.store_path)), data_version=version)
@@ -97,11 +100,27 @@ def _check_specs(partitions: dg.PartitionsDefinition[str]) -> list[dg.AssetCheck
             dg.AssetCheckSpec(
                 _RULES, asset=SAMPLES, partitions_def=partitions, description="Every rule held for every sample of the run."
             ),
+            dg.AssetCheckSpec(
+                SPEC_CURRENT,
+                asset=SAMPLES,
+                partitions_def=partitions,
+                description="The states were made under the state spec that layer_set recorded last.",
+            ),
         ]
 
 
-def _version(report: Report, target_version: str) -> str:
-    return f"{target_version}/{report.plan.prompts.version}"
+def _require_unchanged(context: dg.AssetExecutionContext, project: ProjectResource, target: Target) -> None:
+    """Raise SpecChangedError unless this target is what is configured and recorded now. What is stored of it stays."""
+    try:
+        require_recorded(context.instance, resolve(project.load()))
+        require_recorded(context.instance, target)
+    except SpecChangedError:
+        context.instance.add_run_tags(context.run.run_id, {SPEC_CHANGED_TAG: "true"})
+        raise
+
+
+def _version(report: Report, target: Target) -> dg.DataVersion:
+    return dg.DataVersion(str(SamplesVersion(target.spec.fingerprint, target.layer_set.id, report.plan.prompts.version)))
 
 
 def _fail_if_incomplete(key: str, report: Report) -> None:
@@ -122,6 +141,13 @@ def _checks(report: Report) -> list[dg.AssetCheckResult]:
         ),
         dg.AssetCheckResult(
             check_name=_RULES, asset_key=SAMPLES, passed=not any(count.get("failed") for count in counts.values()), metadata=rules
+        ),
+        dg.AssetCheckResult(
+            check_name=SPEC_CURRENT,
+            asset_key=SAMPLES,
+            passed=True,
+            severity=dg.AssetCheckSeverity.WARN,
+            metadata={"stored": manifest.state_fingerprint},
         ),
     ]
 
