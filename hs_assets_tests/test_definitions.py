@@ -9,7 +9,7 @@ import dagster as dg
 import numpy as np
 import pytest
 
-from hs_assets.config import Project
+from hs_assets.config import Project, load_project
 from hs_assets.defs.build import build_definitions
 from hs_assets.defs.layer_set import LAYER_SET
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
@@ -48,7 +48,7 @@ class Runs:
 
     def __init__(self, project: Project, instance: dg.DagsterInstance) -> None:
         self.instance = instance
-        self._defs = build_definitions(project)
+        self._defs = build_build_definitions(project)
 
     def record(self) -> dg.ExecuteInProcessResult:
         return self._defs.resolve_job_def("record_layer_set").execute_in_process(instance=self.instance)
@@ -106,6 +106,10 @@ def test_a_partition_goes_from_rows_to_samples_and_again_for_nothing(
         assert {runs.filled(key) == {"rows-00001"} for key in (PROMPTS, RAW_DUMPS, SAMPLES)} == {True}
 
         server.rows.clear()
+        names = {spec.name for spec in build_definitions(project).resolve_asset_graph().get(SAMPLES).check_keys}
+        assert names == {"ledger", "rules", "drop_share", "store", "spec_current"}
+        assert {check_of(runs, dg.AssetCheckKey(SAMPLES, name), "rows-00001") for name in names} == {True}
+
         again = runs.extract("rows-00001")
         assert again.success
         assert server.rows == []
@@ -186,3 +190,51 @@ def test_a_partition_that_drops_too_much_fails_before_anything_is_sent(
         result = runs.extract("rows-00000")
         assert "5 of 8 rows are dropped, more than the share of 0.5" in failure_of(result)
         assert server.rows == []
+
+
+def test_damage_in_the_store_fails_the_step_and_its_check_and_is_not_recorded_as_made(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    project = make()
+    runs = Runs(project, instance)
+    with fake_server(project):
+        runs.record()
+        assert runs.extract("rows-00000").success
+        before = instance.get_latest_materialization_event(SAMPLES)
+        shard = next((project.store_path / "data").glob("*/rows-00000/*/residual_002/c/0/0"))
+        damaged = bytearray(shard.read_bytes())
+        damaged[100] ^= 1
+        shard.write_bytes(damaged)
+        result = runs.extract("rows-00000")
+    assert "check store: rows-00000/" in failure_of(result)
+    store, ledger = (dg.AssetCheckKey(SAMPLES, name) for name in ("store", "ledger"))
+    assert (check_of(runs, store, "rows-00000"), check_of(runs, ledger, "rows-00000")) == (False, True)
+    after = instance.get_latest_materialization_event(SAMPLES)
+    assert before
+    assert after
+    assert after.timestamp == before.timestamp
+
+
+def test_rows_that_are_dropped_after_their_prompts_were_made_count_too(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    """Four of eight rows are dropped as prompts, as many as may be; one more is rejected by a rule."""
+    project = make()
+    source = project.settings.prompts.sources[0].path
+    rows = source.read_text().splitlines()
+    source.write_text("\n".join([*(["{}"] * 4), *rows[4:]]) + "\n")
+    config = project.home.config.read_text().replace("[rules]", "[rules]\nmax_rejected_share = 1.0")
+    project.home.config.write_text(config)
+    project = load_project(project.home.root)
+    runs = Runs(project, instance)
+
+    def nan(rid: Rid, states: np.ndarray) -> np.ndarray:
+        return states * np.nan if rid.row == 7 else states
+
+    with fake_server(project, nan):
+        runs.record()
+        assert "1 rows failed: finite" in failure_of(runs.extract("rows-00000"))
+        result = runs.extract("rows-00000")
+    assert "check drop_share: 5 of 8 rows are dropped; 50% may be" in failure_of(result)
+    assert not check_of(runs, dg.AssetCheckKey(SAMPLES, "drop_share"), "rows-00000")
+    assert runs.filled(SAMPLES) == set()

@@ -6,6 +6,9 @@ layer_set.py   what is to be extracted, recorded: asset `layer_set`
 responses.py   the model's own answers to rows: asset `responses`, where it is enabled
 prompts.py     rows → token ids and masks: asset `prompts`
 extraction.py  one step, two assets: `raw_dumps` and `eagle3_samples`, with their checks
+checks.py      the checks of a partition
+retry.py       which failures are worth another try
+report_metadata.py  what the UI shows of an extraction
 recorded.py    what the instance knows of the samples of every partition
 reextract.py   after a change of the layer set: schedule `reextract_stale`
 demo.py        the demo, through a real instance

@@ -55,6 +55,8 @@ class Report:
     kept: int = 0
     problems: list[str] = field(default_factory=list)
     """Why the partition is not complete; empty if it is."""
+    died: str | None = None
+    """How the server went away under the run, if it did."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,7 +107,8 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
     except ServerDiedError as error:
         for prompt in plan.to_capture:
             intake.failed.setdefault(prompt.row, ("server_died", error.problem))
-        report.problems.append(str(error))
+        report.died = str(error)
+        report.problems.append(report.died)
     finally:
         intake.finish()
     report.manifest, report.manifest_changed = intake.write_manifest()
@@ -138,7 +141,8 @@ def _capture_only(project: Project, target: Target, key: str, say: Say) -> Repor
                     adopt(spool, outcome.files, KEPT)
                     report.kept += 1
     except ServerDiedError as error:
-        report.problems.append(str(error))
+        report.died = str(error)
+        report.problems.append(report.died)
     return report
 
 

@@ -50,6 +50,16 @@ def verify(store: Store) -> Iterator[Problem | StoredSample]:
                 yield sample if detail is None else Problem(layer_set, manifest.partition, sample.sample_id, detail)
 
 
+def spot_check(store: Store, manifest: Manifest, most: int) -> Iterator[Problem]:
+    """Read some samples of a manifest whole, spread over it and as many as `most`, with at least one of each generation."""
+    chosen = {part.generation: sample for sample in manifest.samples for part in sample.parts}
+    spread = manifest.samples[:: -(-len(manifest.samples) // most) or 1]
+    for sample in {one.sample_id: one for one in (*chosen.values(), *spread)}.values():
+        detail = _problem(store, manifest, sample)
+        if detail is not None:
+            yield Problem(manifest.layer_set, manifest.partition, sample.sample_id, detail)
+
+
 def _problem(store: Store, manifest: Manifest, entry: StoredSample) -> str | None:
     """What is wrong with a sample, if anything is."""
     try:
