@@ -48,7 +48,7 @@ class Runs:
 
     def __init__(self, project: Project, instance: dg.DagsterInstance) -> None:
         self.instance = instance
-        self._defs = build_build_definitions(project)
+        self._defs = build_definitions(project)
 
     def record(self) -> dg.ExecuteInProcessResult:
         return self._defs.resolve_job_def("record_layer_set").execute_in_process(instance=self.instance)
