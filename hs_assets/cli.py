@@ -15,6 +15,7 @@ try:
 except ImportError:
     sys.exit("hs-assets: the commands need more than the reader: pip install 'hs-assets[pipeline]'")
 
+from hs_assets.cli_plan import plan
 from hs_assets.cli_prompts import prompts
 from hs_assets.config import DEFAULT_HOME, load_project
 from hs_assets.errors import HsAssetsError
@@ -64,6 +65,7 @@ def main() -> None:
 
 
 main.add_command(prompts)
+main.add_command(plan)
 
 
 @main.command()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hs_assets.config import Project
 from hs_assets.errors import ServerDiedError, SpoolError
 from hs_assets.extraction.intake import Destination, Intake
-from hs_assets.extraction.plan import Plan, make_plan
+from hs_assets.extraction.plan import Plan, free_bytes, make_plan
 from hs_assets.samples.model import load_head
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import Expected, Validator
@@ -77,6 +77,10 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
+    say(
+        f"{len(plan.to_capture)} of {len(plan.prompts.prompts)} samples are missing: {plan.store_bytes:,} bytes for the store, "
+        f"where {free_bytes(paths.root):,} are free"
+    )
     head = load_head(target.facts)
     rules = project.settings.rules
     if not isinstance(head, str):

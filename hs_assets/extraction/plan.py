@@ -72,23 +72,14 @@ def _only(part: Part, residual_ids: tuple[int, ...]) -> Part:
 
 
 def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> Plan:
-    """Compare the partition's prompts with what all its manifests say is stored.
+    """What `compare` finds, if there is room for it.
 
     Raises:
         PromptError: its prompts were never made.
         ExtractionError: what is missing does not fit on the store's disk.
     """
-    prompts = read_partition_table(project.home.prompts, key)
-    manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
-    states = _states(paths.generations(target.spec.fingerprint, key), manifests)
-    plan = Plan(
-        prompts=prompts,
-        layer_set=target.layer_set,
-        layout=target.layout,
-        known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
-        before=_before(manifests, target.layer_set, prompts),
-    )
-    if plan.store_bytes > (free := shutil.disk_usage(paths.root).free):
+    plan = compare(project, target, paths, key)
+    if plan.store_bytes > (free := free_bytes(paths.root)):
         raise ExtractionError(
             "the store's disk cannot hold this partition",
             where=f"{key} in {paths.root}",
@@ -97,6 +88,29 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
             remedy="free some room, or set store.path",
         )
     return plan
+
+
+def compare(project: Project, target: Target, paths: StorePaths, key: str) -> Plan:
+    """Compare the partition's prompts with what all its manifests say is stored.
+
+    Raises:
+        PromptError: its prompts were never made.
+    """
+    prompts = read_partition_table(project.home.prompts, key)
+    manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
+    states = _states(paths.generations(target.spec.fingerprint, key), manifests)
+    return Plan(
+        prompts=prompts,
+        layer_set=target.layer_set,
+        layout=target.layout,
+        known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
+        before=_before(manifests, target.layer_set, prompts),
+    )
+
+
+def free_bytes(root: Path) -> int:
+    """Bytes free on the disk of a store, made or not."""
+    return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
 
 
 def is_rejected(row: UnstoredRow) -> bool:
