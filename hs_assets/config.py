@@ -209,6 +209,10 @@ class Home:
         return self.root / "dagster"
 
     @property
+    def reports(self) -> Path:
+        return self.root / "reports"
+
+    @property
     def demo_model(self) -> Path:
         return self.root / "models" / "demo"
 

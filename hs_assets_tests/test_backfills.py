@@ -20,6 +20,7 @@ from dagster._daemon.backfill import execute_backfill_iteration
 from hs_assets.config import Project
 from hs_assets.defs import retry
 from hs_assets.defs.build import build_definitions
+from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
 from hs_assets.serving.state import FAILED, ServerFolder
 from hs_assets.store import open_store
@@ -32,6 +33,7 @@ PROMPTS = dg.AssetKey("prompts")
 KEYS = [f"rows-{number:05d}" for number in range(3)]
 _IN_PROCESS = {
     "telemetry": {"enabled": False},
+    "code_servers": {"wait_for_local_processes_on_shutdown": True},
     "run_launcher": {"module": "dagster._core.launcher.sync_in_memory_run_launcher", "class": "SyncInMemoryRunLauncher"},
     "run_coordinator": {"module": "dagster._core.run_coordinator", "class": "DefaultRunCoordinator"},
 }
@@ -93,10 +95,21 @@ def failed_and_missing(project: Project, instance: dg.DagsterInstance) -> list[s
     return [key for key in KEYS if getattr(statuses.get(key), "name", None) != "MATERIALIZED"]
 
 
+def summary(project: Project, instance: dg.DagsterInstance, name: str) -> str:
+    """What the sensor writes of a backfill; evaluated twice, as a daemon would."""
+    repository = build_definitions(project).get_repository_def()
+    project_resource = ProjectResource(home=str(project.home.root), config=project.origin)
+    for _ in range(2):
+        context = dg.build_sensor_context(instance=instance, repository_def=repository, resources={"project": project_resource})
+        with context:
+            data = repository.get_sensor_def("backfill_summary").evaluate_tick(context)
+        assert not data.run_requests
+    assert data.skip_message == "every finished backfill has its page"
+    return (project.home.reports / f"backfill-{name}.md").read_text()
+
+
 @pytest.mark.filterwarnings("ignore:.*AssetSelection.sources:DeprecationWarning")  # Dagster's own, in making a backfill
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # and in ending the process that serves the definitions
-@pytest.mark.filterwarnings("ignore:.*shutdown_asyncgens:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:.*shutdown_asyncgens:RuntimeWarning")  # and in ending the process that has the definitions
 def test_a_failed_partition_leaves_the_others_alone_and_is_redone_alone(
     project: Project, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
@@ -117,6 +130,11 @@ def test_a_failed_partition_leaves_the_others_alone_and_is_redone_alone(
         assert found
         assert found.status == BulkActionStatus.COMPLETED_FAILED
         assert failed_and_missing(project, instance) == [KEYS[1]]
+        page = summary(project, instance, "first")
+        assert "- partitions: 3, of which 1 are not made" in page
+        assert "- rows: 6 = 5 stored + 0 dropped + 1 failed + 0 pending" in page
+        (failed,) = [run for run in runs if run.status == dg.DagsterRunStatus.FAILURE]
+        assert f"| {KEYS[1]} | {failed.run_id} | finite 1 |" in page
         assert sorted(server.rows) == [0, 0, 0, 1, 1, 1]
 
         server.rows.clear()  # the row fails the same rule again: it is rejected, and the partition is complete
@@ -124,6 +142,10 @@ def test_a_failed_partition_leaves_the_others_alone_and_is_redone_alone(
         assert (run.status, run.tags["dagster/partition"]) == (dg.DagsterRunStatus.SUCCESS, KEYS[1])
         assert server.rows == [1]
     assert failed_and_missing(project, instance) == []
+    page = summary(project, instance, "second")
+    assert "- partitions: 1, of which 0 are not made" in page
+    assert "| rejected(finite) | 1 |" in page
+    assert "1 are not made" in (project.home.reports / "backfill-first.md").read_text()  # as it was then
     ledgers = {m.partition: m.ledger.as_json() for m in open_store(project.store_path).manifests("r2-4-8")}
     whole = {"in": 2, "stored": 2, "dropped": {}, "failed": {}}
     assert ledgers == {

@@ -21,11 +21,25 @@ from hs_assets.extraction.preflight import predict
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.prompts import read_partition_table, table_path, write_partition
 from hs_assets.serving.launch import resolve
-from hs_assets_tests.conftest import say
+from hs_assets_tests.conftest import say, write_project
 from hs_assets_tests.fake_server import fake_server
-from hs_assets_tests.test_extract import make, make_prompts, run  # noqa: F401
+from hs_assets_tests.test_extract import make_prompts, run, write_rows
 
 KEY = "rows-00000"
+
+
+@pytest.fixture
+def make(home: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Project]:
+    """A project of one partition of `count` rows with its prompts made."""
+
+    def build(count: int, layers: str = "[2, 4]") -> Project:
+        source = write_rows(tmp_path / "rows.jsonl", count)
+        prompts, server = "rows_per_partition = 2000", "spool_bytes = 200_000_000\n"
+        project = write_project(home, checkpoint("llama"), source, top=f"layers = {layers}", prompts=prompts, server=server)
+        make_prompts(project)
+        return project
+
+    return build
 
 
 def lengthen(project: Project, tokens: int) -> None:
@@ -55,7 +69,7 @@ def test_300_prompts_of_64k_tokens_are_refused_before_the_first_request(
     make: Callable[..., Project],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    project = make(300, top="layers = [2, 4, 5]")
+    project = make(300, "[2, 4, 5]")
     lengthen(project, 65_536)
     with_free(monkeypatch, disk=10_000_000_000)
     target = resolve(project)
@@ -72,7 +86,7 @@ def test_300_prompts_of_64k_tokens_are_refused_before_the_first_request(
     assert any("the dumps of 300 samples are larger than the spool" in problem for problem in need.problems)
 
 
-def test_what_is_predicted_is_what_is_written_and_nothing_is_left_afterwards(make: Callable[..., Project]) -> None:  # noqa: F811
+def test_what_is_predicted_is_what_is_written_and_nothing_is_left_afterwards(make: Callable[..., Project]) -> None:
     project = make(20)
     need = predict(project, resolve(project))
     with fake_server(project):

@@ -11,5 +11,6 @@ retry.py       which failures are worth another try
 report_metadata.py  what the UI shows of an extraction
 recorded.py    what the instance knows of the samples of every partition
 reextract.py   after a change of the layer set: schedule `reextract_stale`
+sensors.py     what crashes left; a page on each finished backfill
 demo.py        the demo, through a real instance
 """

@@ -1,4 +1,4 @@
-"""All assets, jobs and schedules of a project, put together."""
+"""All assets, jobs, schedules and sensors of a project, put together."""
 
 import dagster as dg
 
@@ -11,10 +11,11 @@ from hs_assets.defs.prompts import build_prompts
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
 from hs_assets.defs.reextract import REEXTRACT_JOB, build_reextract
 from hs_assets.defs.responses import build_responses
+from hs_assets.defs.sensors import backfill_summary, janitor
 
 
 def build_definitions(project: Project) -> dg.Definitions:
-    """All assets, jobs and schedules of a project; its sources are looked at for the partitions."""
+    """All assets, jobs, schedules and sensors of a project; its sources are looked at for the partitions."""
     partitions = prompt_partitions(project)
     responses = [build_responses(partitions)] if project.settings.responses.enabled else []
     prompts = build_prompts(partitions, [asset.key for asset in responses])
@@ -27,6 +28,7 @@ def build_definitions(project: Project) -> dg.Definitions:
             dg.define_asset_job(REEXTRACT_JOB, [RAW_DUMPS, SAMPLES], description="One partition, from its prompts to samples."),
         ],
         schedules=[build_reextract(partitions, project)],
+        sensors=[janitor, backfill_summary],
         resources={"project": ProjectResource(home=str(project.home.root), config=project.origin)},
         executor=dg.in_process_executor,
     )

@@ -7,5 +7,7 @@ preflight.py    what extracting them would take, before anything is asked for
 intake.py       dumps in: validated, appended, published, freed
 extract.py      the whole of it, and the report
 status.py       the ledger of every partition
+tidy.py         what crashes left, removed
+backfill_summary.py  a page on a finished backfill
 verify.py       the store against its own promises
 """
