@@ -9,6 +9,7 @@ extraction.py  one step, two assets: `raw_dumps` and `eagle3_samples`, with thei
 checks.py      the checks of a partition
 retry.py       which failures are worth another try
 report_metadata.py  what the UI shows of an extraction
+plots.py       plots in plain text
 recorded.py    what the instance knows of the samples of every partition
 reextract.py   after a change of the layer set: schedule `reextract_stale`
 sensors.py     what crashes left; a page on each finished backfill

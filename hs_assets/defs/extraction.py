@@ -26,11 +26,17 @@ POOL = "sglang"
 _RAW_DESCRIPTION = """Hidden states as the patched SGLang server wrote them to its spool in /dev/shm, one file a sample.
 
 Materialised together with `eagle3_samples` they are consumed: each is freed once it is stored, and what stays is this
-record of counts, checksums and speed. Materialised alone they stay in the spool, if they fit."""
+record of counts, checksums and speed. Materialised alone they stay in the spool, if they fit.
+
+Redo: there is no need to; `eagle3_samples` takes the dumps that are there and asks the server for the rest."""
 
 _SAMPLES_DESCRIPTION = """Validated EAGLE-3 samples: bf16 states in chunked zarr arrays, with token ids, loss mask and lineage.
 
-Materialise it again to redo what failed: samples that are stored are never asked for twice."""
+Where: `<home>/store.zarr`, the layer set's view of the partition; the checks say whether every row is accounted for.
+
+Redo: materialise it again ("failed and missing" in a backfill). Samples that are stored are never asked for twice, and a
+sample that fails the same rule twice is `rejected(rule)`. Stale after a change of `layers`: the schedule `reextract_stale`
+does it, or materialise the stale partitions here."""
 
 
 def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefinition:

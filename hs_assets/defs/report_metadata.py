@@ -6,6 +6,7 @@ import math
 
 import dagster as dg
 
+from hs_assets.defs.plots import bar_chart, histogram
 from hs_assets.extraction.extract import Report
 from hs_assets.store.manifest import Manifest
 
@@ -46,13 +47,17 @@ def sample_metadata(report: Report, store: str) -> dict[str, dg.MetadataValue]:
     manifest, intake = manifest_of(report), report.intake
     ledger, layer_set = manifest.ledger, report.plan.layer_set
     tokens = sum(sample.tokens for sample in manifest.samples)
+    supervised = sum(sample.supervised_tokens for sample in manifest.samples)
     metadata: dict[str, dg.MetadataValue] = {
         "rows": dg.IntMetadataValue(ledger.rows),
         "stored": dg.IntMetadataValue(ledger.stored),
+        "dropped share": dg.FloatMetadataValue(round(sum(ledger.dropped.values()) / max(1, ledger.rows), 4)),
         "dropped": dg.JsonMetadataValue(ledger.dropped),
         "rows without states": unstored_table(manifest),
         "tokens": dg.IntMetadataValue(tokens),
-        "supervised tokens": dg.IntMetadataValue(sum(sample.supervised_tokens for sample in manifest.samples)),
+        "supervised tokens": dg.IntMetadataValue(supervised),
+        "supervised share": dg.FloatMetadataValue(round(supervised / max(1, tokens), 4)),
+        "histogram of lengths": histogram([sample.tokens for sample in manifest.samples], "tokens of a sample"),
         "bytes": dg.IntMetadataValue(tokens * report.plan.layout.row_bytes),
         "layer_set": dg.TextMetadataValue(layer_set.id),
         "state_fingerprint": dg.TextMetadataValue(manifest.state_fingerprint),
@@ -60,12 +65,16 @@ def sample_metadata(report: Report, store: str) -> dict[str, dg.MetadataValue]:
         "view": dg.TextMetadataValue(f"views/{layer_set.id}/{manifest.partition}.json"),
         "manifest changed": dg.BoolMetadataValue(report.manifest_changed),
     }
-    for residual_id, norm in _mean_norms(manifest).items():
-        metadata[f"norm of residual {residual_id}"] = dg.FloatMetadataValue(norm)
+    norms = _mean_norms(manifest)
+    metadata |= {f"norm of residual {residual_id}": dg.FloatMetadataValue(norm) for residual_id, norm in norms.items()}
+    metadata["norm profile"] = bar_chart({str(i): norm for i, norm in norms.items()}, "residual id", "mean norm of a state")
     if intake is not None and intake.generations:
         metadata["new bytes"] = dg.IntMetadataValue(intake.stored_bytes)
         differences = {OWN_LOGPROB: intake.validator.worst_logprob, OTHER_LOGPROB: intake.validator.nearest_logprob}
         metadata |= {name: dg.FloatMetadataValue(round(value, 4)) for name, value in differences.items() if math.isfinite(value)}
+        if all(math.isfinite(value) for value in differences.values()):
+            margin = intake.validator.nearest_logprob - intake.validator.worst_logprob
+            metadata["logprob margin"] = dg.FloatMetadataValue(round(margin, 4))
         metadata["rows compared by shared prefix"] = dg.IntMetadataValue(intake.validator.shared_prefix.rows_compared)
     return metadata
 
