@@ -1,4 +1,4 @@
-"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``status``, ``lineage``, ``show``, ``verify``."""
+"""The command line: ``hs-assets demo``, ``engine``, ``server``, ``plan``, ``status``, ``lineage``, ``show``, ``verify``."""
 
 from __future__ import annotations
 
