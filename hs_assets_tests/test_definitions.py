@@ -9,10 +9,13 @@ import dagster as dg
 import numpy as np
 import pytest
 
-from hs_assets.config import Project
+from hs_assets.config import Project, load_project
 from hs_assets.defs.build import build_definitions
-from hs_assets.defs.extraction import RAW_DUMPS, SAMPLES
 from hs_assets.defs.layer_set import LAYER_SET
+from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES, stored_versions
+from hs_assets.defs.report_metadata import OTHER_LOGPROB, OWN_LOGPROB
+from hs_assets.errors import ConfigError, PromptError
+from hs_assets.extraction.status import status
 from hs_assets.store import open_store
 from hs_assets.wire.rid import Rid
 from hs_assets_tests.conftest import write_project
@@ -57,6 +60,11 @@ class Runs:
         job = self._defs.resolve_job_def("extract")
         keys = list(selection) or None
         return job.execute_in_process(instance=self.instance, partition_key=partition, asset_selection=keys, raise_on_error=False)
+
+    def partitions(self) -> list[str]:
+        definition = self._defs.resolve_asset_graph().get(SAMPLES).partitions_def
+        assert definition
+        return list(definition.get_partition_keys())
 
     def filled(self, key: dg.AssetKey) -> set[str]:
         return set(self.instance.get_materialized_partitions(key))
@@ -106,6 +114,22 @@ def test_a_partition_goes_from_rows_to_samples_and_again_for_nothing(
         assert {runs.filled(key) == {"rows-00001"} for key in (PROMPTS, RAW_DUMPS, SAMPLES)} == {True}
 
         server.rows.clear()
+        view = open_store(project.store_path).layer_set("r2-4-8")
+        supervised, tokens = sum(int(sample.loss_mask.sum()) for sample in view), sum(len(sample.input_ids) for sample in view)
+        assert samples.metadata["supervised share"].value == round(supervised / tokens, 4)
+        bars = str(samples.metadata["histogram of lengths"].value).splitlines()[2:]
+        assert sum(int(bar.split("|")[2]) for bar in bars) == len(view) == 8
+        profile = str(samples.metadata["norm profile"].value).splitlines()[2:]
+        assert [bar.split("|")[1].strip() for bar in profile] == ["2", "4", "8"]
+        final = np.mean([np.linalg.norm(sample.states[8].astype(np.float32), axis=1).mean() for sample in view])
+        assert abs(float(profile[-1].split("|")[2]) - final) < 0.01 * final
+        own, other = (samples.metadata[name].value for name in (OWN_LOGPROB, OTHER_LOGPROB))
+        assert samples.metadata["logprob margin"].value == pytest.approx(other - own, abs=2e-4)
+
+        names = {spec.name for spec in build_definitions(project).resolve_asset_graph().get(SAMPLES).check_keys}
+        assert names == {"ledger", "rules", "drop_share", "store", "spec_current"}
+        assert {check_of(runs, dg.AssetCheckKey(SAMPLES, name), "rows-00001") for name in names} == {True}
+
         again = runs.extract("rows-00001")
         assert again.success
         assert server.rows == []
@@ -214,3 +238,109 @@ def test_prompts_of_other_settings_are_not_extracted(make: Callable[..., Project
         assert server.rows == []
         path.write_text(as_made)
         assert runs.extract("rows-00000", SAMPLES).success
+
+
+def test_damage_in_the_store_fails_the_step_and_its_check_and_is_not_recorded_as_made(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    project = make()
+    runs = Runs(project, instance)
+    with fake_server(project):
+        runs.record()
+        assert runs.extract("rows-00000").success
+        before = instance.get_latest_materialization_event(SAMPLES)
+        shard = next((project.store_path / "data").glob("*/rows-00000/*/residual_002/c/0/0"))
+        damaged = bytearray(shard.read_bytes())
+        damaged[100] ^= 1
+        shard.write_bytes(damaged)
+        result = runs.extract("rows-00000")
+    assert "check store: rows-00000/" in failure_of(result)
+    store, ledger = (dg.AssetCheckKey(SAMPLES, name) for name in ("store", "ledger"))
+    assert (check_of(runs, store, "rows-00000"), check_of(runs, ledger, "rows-00000")) == (False, True)
+    after = instance.get_latest_materialization_event(SAMPLES)
+    assert before
+    assert after
+    assert after.timestamp == before.timestamp
+
+
+def test_rows_that_are_dropped_after_their_prompts_were_made_count_too(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    """Four of eight rows are dropped as prompts, as many as may be; one more is rejected by a rule."""
+    project = make()
+    source = project.settings.prompts.sources[0].path
+    rows = source.read_text().splitlines()
+    source.write_text("\n".join([*(["{}"] * 4), *rows[4:]]) + "\n")
+    config = project.home.config.read_text().replace("[rules]", "[rules]\nmax_rejected_share = 1.0")
+    project.home.config.write_text(config)
+    project = load_project(project.home.root)
+    runs = Runs(project, instance)
+
+    def nan(rid: Rid, states: np.ndarray) -> np.ndarray:
+        return states * np.nan if rid.row == 7 else states
+
+    with fake_server(project, nan):
+        runs.record()
+        assert "1 rows failed: finite" in failure_of(runs.extract("rows-00000"))
+        result = runs.extract("rows-00000")
+    assert "check drop_share: 5 of 8 rows are dropped; 50% may be" in failure_of(result)
+    assert not check_of(runs, dg.AssetCheckKey(SAMPLES, "drop_share"), "rows-00000")
+    assert runs.filled(SAMPLES) == set()
+
+
+def test_new_rows_and_new_sources_are_new_partitions_and_old_ones_stay_fresh(
+    make: Callable[..., Project], instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    project = make()  # partitions of 8, 8 and 4 rows
+    keys = [f"rows-{number:05d}" for number in range(3)]
+    runs = Runs(project, instance)
+    with fake_server(project) as server:
+        runs.record()
+        assert all(runs.extract(key).success for key in keys)
+        before = versions(instance)
+
+        source = project.settings.prompts.sources[0].path
+        lines = source.read_text().splitlines()
+        assert write_rows(source, 30).read_text().splitlines()[:20] == lines  # rows 20 to 29 are appended
+        other = tmp_path / "elsewhere" / "rows.jsonl"  # the same file name, and a name of its own
+        other.parent.mkdir()
+        other.write_text(source.read_text().replace("Question", "Riddle"))
+        text = project.home.config.read_text()
+        project.home.config.write_text(f'{text}\n[[prompts.sources]]\nname = "more"\npath = "{other}"\n')
+        project = load_project(project.home.root)
+        runs = Runs(project, instance)  # reloaded
+        partitions = runs.partitions()
+        assert partitions == [*keys, "rows-00003", *(f"more-{number:05d}" for number in range(4))]
+        assert versions(instance) == before
+        states = {one.partition: (one.state, one.pending) for one in status(project)}
+        assert [states[key] for key in keys] == [("complete", 0), ("complete", 0), ("incomplete", 4)]
+        assert {states[key][0] for key in partitions[3:]} == {"new"}
+
+        server.rows.clear()
+        assert all(runs.extract(key).success for key in keys)
+        assert sorted(server.rows) == [4, 5, 6, 7]  # of the last one, what is new in it
+        after = versions(instance)
+        assert [key for key in keys if after[key] != before[key]] == [keys[2]]
+        assert all(runs.extract(key).success for key in ("rows-00003", "more-00000"))
+
+
+def test_two_sources_of_one_file_name_need_names_and_another_partition_size_is_refused(
+    make: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = make()
+    build_definitions(project)
+    text = project.home.config.read_text()
+    project.home.config.write_text(f'{text}\n[[prompts.sources]]\npath = "{tmp_path / "elsewhere" / "rows.jsonl"}"\n')
+    with pytest.raises(ConfigError, match="give one of them a name"):
+        load_project(project.home.root)
+    project.home.config.write_text(text.replace("rows_per_partition = 8", "rows_per_partition = 9"))
+    with pytest.raises(PromptError, match="which would give old keys new rows"):
+        build_definitions(load_project(project.home.root))
+    project.home.config.write_text(text.replace("[[prompts.sources]]", '[[prompts.sources]]\nname = "with, a comma"'))
+    with pytest.raises(ConfigError, match="cannot begin a partition key"):
+        load_project(project.home.root)
+
+
+def versions(instance: dg.DagsterInstance) -> dict[str, str]:
+    """Partition → data version of its samples."""
+    return {key: str(version) for key, version in stored_versions(instance).items()}

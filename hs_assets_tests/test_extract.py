@@ -19,7 +19,7 @@ from hs_assets.errors import ExtractionError, SpoolError
 from hs_assets.extraction.extract import Report, capture_only, extract
 from hs_assets.extraction.status import COMPLETE, INCOMPLETE, source_indexes, sources, status
 from hs_assets.samples.conversations import Conversation, Dropped
-from hs_assets.samples.filters import PromptLimits
+from hs_assets.samples.filters import limits_of
 from hs_assets.samples.masks import Rendered, Supervise, render_conversation
 from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import write_partition
@@ -53,7 +53,7 @@ def make_prompts(project: Project) -> None:
     for number in range(len(source_indexes(project)[source.name].starts)):
         key = f"{source.name}-{number:05d}"
         rows = read_partition(project.home.prompts / "index", source, key)
-        limits = PromptLimits(project.settings.prompts.max_tokens, resolve(project).facts.vocab_size)
+        limits = limits_of(project.settings.prompts, resolve(project).facts)
         write_partition(make_partition(key, source, rows, tokenizer, limits), project.home.prompts)
 
 

@@ -11,6 +11,7 @@ except ImportError:
     sys.exit("hs-assets: the commands need more than the reader: pip install 'hs-assets[pipeline]'")
 
 from hs_assets.cli.exports import export
+from hs_assets.cli.plan import plan
 from hs_assets.cli.prompts import prompts
 from hs_assets.cli.run import demo, status
 from hs_assets.cli.server import engine, server
@@ -42,5 +43,5 @@ def main() -> None:
     """
 
 
-for command in (demo, engine, server, prompts, status, lineage, show, verify, gc, export):
+for command in (demo, engine, server, prompts, plan, status, lineage, show, verify, gc, export):
     main.add_command(command)

@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from hs_assets.config import PromptSettings, SourceSettings, load_project
+from hs_assets.config import load_project
 from hs_assets.errors import ConfigError, HsAssetsError
 from hs_assets.samples.formats import FORMATS
 from hs_assets.samples.survey import Survey
+from hs_assets.settings import PromptSettings, SourceSettings
 
 _SHOWN_DETAIL = 160
 _SHOWN_PARTITIONS = 5

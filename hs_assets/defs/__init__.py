@@ -7,5 +7,12 @@ responses.py   the model's own answers to rows: asset `responses`, where it is e
 prompts.py     rows → token ids and masks: asset `prompts`
 extraction.py  one step, two assets: `raw_dumps` and `eagle3_samples`, with their checks
 exports.py     files for trainers, and the draft vocabulary
+checks.py      the checks of a partition
+retry.py       which failures are worth another try
+report_metadata.py  what the UI shows of an extraction
+plots.py       plots in plain text
+recorded.py    what the instance knows of the samples of every partition
+reextract.py   after a change of the layer set: schedule `reextract_stale`
+sensors.py     what crashes left; a page on each finished backfill
 demo.py        the demo, through a real instance
 """

@@ -11,7 +11,8 @@ from pathlib import Path
 import dagster as dg
 
 from hs_assets.config import Home, Project, read_preset
-from hs_assets.defs.extraction import OTHER_LOGPROB, OWN_LOGPROB, RAW_DUMPS, SAMPLES
+from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
+from hs_assets.defs.report_metadata import OTHER_LOGPROB, OWN_LOGPROB
 from hs_assets.errors import ConfigError, EngineError, ExtractionError
 from hs_assets.extraction.plan import make_plan
 from hs_assets.samples.prompts import table_path

@@ -10,8 +10,8 @@ from typing import Any
 import dagster as dg
 
 from hs_assets.config import Project
-from hs_assets.defs.extraction import SAMPLES
 from hs_assets.defs.project import ProjectResource
+from hs_assets.defs.recorded import SAMPLES
 from hs_assets.exports.export import Exported, check_room, choose_manifests, export_partition
 from hs_assets.exports.folder import ALL, ExportFolder
 from hs_assets.exports.summary import begin, combine, finish

@@ -5,22 +5,65 @@ import dataclasses
 import dagster as dg
 
 from hs_assets.defs.project import ProjectResource
+from hs_assets.defs.recorded import mark_spec_current, spec_marks
 from hs_assets.errors import SpecChangedError
 from hs_assets.serving.launch import Target, resolve
 from hs_assets.wire.layers import to_hf_index, to_layer_output, to_speculators_id
 
-LAYER_SET = dg.AssetKey("layer_set")
+LAYER_SET, RECORD_JOB = dg.AssetKey("layer_set"), "record_layer_set"
 _DATA_VERSION = "dagster/data_version"
 
 
 @dg.asset(key=LAYER_SET, group_name="extraction", kinds={"toml"}, owners=["team:hs-assets"])
-def layer_set(project: ProjectResource) -> dg.MaterializeResult[None]:
+def layer_set(context: dg.AssetExecutionContext, project: ProjectResource) -> dg.MaterializeResult[None]:
     """Which residual streams to extract, and the state spec: all that changes the numbers.
 
     Materialise it after changing `layers`, the model or the server's flags in the configuration. Exactly the partitions
-    that were extracted before become stale then; going back makes them fresh again.
+    that were extracted before become stale then; going back makes them fresh again. The schedule `reextract_stale` records a
+    change by itself, and extracts again what another layer set made stale.
     """
     target = resolve(project.load())
+    marks = spec_marks(context.instance, target.spec.fingerprint)
+    mark_spec_current(context.instance, target.spec.fingerprint, context.run, marks)
+    context.log.info("the check spec_current changed on %d partitions", len(marks))
+    return dg.MaterializeResult(data_version=dg.DataVersion(data_version(target)), metadata=_metadata(target))
+
+
+def record(instance: dg.DagsterInstance, target: Target) -> bool:
+    """Record a target without a run, unless it is what is recorded; returns whether it was not."""
+    if recorded(instance) == data_version(target):
+        return False
+    instance.report_runless_asset_event(
+        dg.AssetMaterialization(LAYER_SET, metadata=_metadata(target), tags={_DATA_VERSION: data_version(target)})
+    )
+    return True
+
+
+def recorded(instance: dg.DagsterInstance) -> str | None:
+    """The data version that the latest `layer_set` recorded."""
+    event = instance.get_latest_materialization_event(LAYER_SET)
+    tags = event.asset_materialization.tags if event and event.asset_materialization else None
+    return tags.get(_DATA_VERSION) if tags else None
+
+
+def data_version(target: Target) -> str:
+    """The data version of a target: its state fingerprint and its layer set."""
+    return f"{target.spec.fingerprint}/{target.layer_set.id}"
+
+
+def require_recorded(instance: dg.DagsterInstance, target: Target) -> None:
+    """Raise SpecChangedError unless the latest `layer_set` recorded just this target."""
+    version = recorded(instance)
+    if version != data_version(target):
+        raise SpecChangedError(
+            "the configuration is not what layer_set recorded",
+            expected=version or "a materialisation of layer_set",
+            got=data_version(target),
+            remedy="materialise layer_set",
+        )
+
+
+def _metadata(target: Target) -> dict[str, dg.MetadataValue]:
     final = target.layer_set.final
     rows = [
         dg.TableRecord(
@@ -33,31 +76,9 @@ def layer_set(project: ProjectResource) -> dg.MaterializeResult[None]:
         )
         for i in target.layer_set.residual_ids
     ]
-    return dg.MaterializeResult(
-        data_version=dg.DataVersion(data_version(target)),
-        metadata={
-            "layer_set": target.layer_set.id,
-            "state_fingerprint": target.spec.fingerprint,
-            "state_spec": dg.JsonMetadataValue(dataclasses.asdict(target.spec)),
-            "layers": dg.TableMetadataValue(rows, schema=dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
-        },
-    )
-
-
-def data_version(target: Target) -> str:
-    """The data version of a target: its state fingerprint and its layer set."""
-    return f"{target.spec.fingerprint}/{target.layer_set.id}"
-
-
-def require_recorded(instance: dg.DagsterInstance, target: Target) -> None:
-    """Raise SpecChangedError unless the latest `layer_set` recorded just this target."""
-    event = instance.get_latest_materialization_event(LAYER_SET)
-    tags = event.asset_materialization.tags if event and event.asset_materialization else None
-    recorded = tags.get(_DATA_VERSION) if tags else None
-    if recorded != data_version(target):
-        raise SpecChangedError(
-            "the configuration is not what layer_set recorded",
-            expected=recorded or "a materialisation of layer_set",
-            got=data_version(target),
-            remedy="materialise layer_set",
-        )
+    return {
+        "layer_set": dg.TextMetadataValue(target.layer_set.id),
+        "state_fingerprint": dg.TextMetadataValue(target.spec.fingerprint),
+        "state_spec": dg.JsonMetadataValue(dataclasses.asdict(target.spec)),
+        "layers": dg.TableMetadataValue(rows, schema=dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
+    }

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
+from hs_assets.defs.plots import histogram
 from hs_assets.defs.project import ProjectResource
 from hs_assets.extraction.respond import choice, generation_spec
 from hs_assets.extraction.status import sources
@@ -36,6 +37,11 @@ def build_prompts(partitions: dg.PartitionsDefinition[str], deps: Sequence[dg.As
 
         A row whose mask cannot be made surely is dropped with a reason, never guessed. Nothing is sent to the server. Where
         `responses` is enabled, the answers are the target model's own.
+
+        Where: `<home>/prompts/<partition>.parquet`, and beside it a page to read the rows as the model sees them. New rows
+        and new sources are new partitions once the definitions are reloaded; a partly filled last one grows, and is to be
+        materialised again. A partition that fails names the reasons in its metadata: mend the rows, or raise
+        `prompts.max_dropped_share`, and materialise it again.
         """
         loaded = project.load()
         settings, key = loaded.settings, context.partition_key
@@ -85,6 +91,8 @@ def _metadata(made: PromptPartition) -> dict[str, dg.MetadataValue]:
         "tokens": dg.IntMetadataValue(survey.tokens),
         "longest prompt (tokens)": dg.IntMetadataValue(quantiles.get("max", 0)),
         "lengths (tokens)": dg.JsonMetadataValue(quantiles),
+        "histogram of lengths": histogram(survey.lengths, "tokens of a prompt"),
+        "dropped share": dg.FloatMetadataValue(round(sum(made.dropped.values()) / max(1, len(made.rows)), 4)),
         "supervised share": dg.FloatMetadataValue(round(survey.supervised_share, 4)),
         "source": dg.PathMetadataValue(str(made.source.path)),
         "template_sha256": dg.TextMetadataValue(made.template_sha256),

@@ -7,6 +7,7 @@ import dagster as dg
 
 from hs_assets.defs.extraction import POOL
 from hs_assets.defs.project import ProjectResource
+from hs_assets.defs.retry import retry_if_died
 from hs_assets.extraction.respond import RespondReport, respond
 from hs_assets.samples.responses import Responses, write_responses
 from hs_assets.serving.launch import resolve
@@ -34,6 +35,7 @@ def build_responses(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefini
         loaded, key = project.load(), context.partition_key
         report = respond(loaded, resolve(loaded), key, context.log.info)
         if report.responses is None:
+            retry_if_died(context, report.died)
             raise dg.Failure(
                 f"{key} is not complete:\n" + "\n".join(report.problems),
                 metadata={

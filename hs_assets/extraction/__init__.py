@@ -3,8 +3,11 @@
 respond.py        rows answered by the target model itself
 generations.py    what it generated, turn by turn
 plan.py           what is stored already, and what the server must be asked for
+preflight.py      what extracting them would take, before anything is asked for
 intake.py         dumps in: validated, appended, published, freed
 extract.py        the whole of it, and the report
 status.py         the ledger of every partition
 lineage_table.py  the lineage of all rows as a Parquet table
+tidy.py           what crashes left, removed
+backfill_summary.py  a page on a finished backfill
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hs_assets.config import Project
 from hs_assets.errors import ServerDiedError, SpoolError
 from hs_assets.extraction.intake import Destination, Intake
-from hs_assets.extraction.plan import Plan, make_plan
+from hs_assets.extraction.plan import Plan, free_bytes, make_plan
 from hs_assets.samples.model import load_head
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import Expected, Validator
@@ -55,6 +55,8 @@ class Report:
     kept: int = 0
     problems: list[str] = field(default_factory=list)
     """Why the partition is not complete; empty if it is."""
+    died: str | None = None
+    """How the server went away under the run, if it did."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,6 +77,10 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
     paths = create(project.store_path)
     plan = make_plan(project, target, paths, key)
     report = Report(plan)
+    say(
+        f"{len(plan.to_capture)} of {len(plan.prompts.prompts)} samples are missing: {plan.store_bytes:,} bytes for the store, "
+        f"where {free_bytes(paths.root):,} are free"
+    )
     head = load_head(target.facts)
     rules = project.settings.rules
     if not isinstance(head, str):
@@ -105,7 +111,8 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
     except ServerDiedError as error:
         for prompt in plan.to_capture:
             intake.failed.setdefault(prompt.row, ("server_died", error.problem))
-        report.problems.append(str(error))
+        report.died = str(error)
+        report.problems.append(report.died)
     finally:
         intake.finish()
     report.manifest, report.manifest_changed = intake.write_manifest()
@@ -138,7 +145,8 @@ def _capture_only(project: Project, target: Target, key: str, say: Say) -> Repor
                     adopt(spool, outcome.files, KEPT)
                     report.kept += 1
     except ServerDiedError as error:
-        report.problems.append(str(error))
+        report.died = str(error)
+        report.problems.append(report.died)
     return report
 
 

@@ -76,14 +76,15 @@ def _only(part: Part, residual_ids: tuple[int, ...]) -> Part:
 
 
 def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> Plan:
-    """Compare the partition's prompts with what all its manifests say is stored.
+    """What `compare` finds, if there is room for it.
 
     Raises:
         PromptError: its prompts were never made.
         ExtractionError: more of its rows are dropped than may be, or what is missing does not fit on the store's disk.
     """
-    prompts = read_partition_table(project.home.prompts, key)
-    dropped, limit = sum(prompts.dropped.values()), project.settings.prompts.max_dropped_share
+    plan = compare(project, target, paths, key)
+    prompts, limit = plan.prompts, project.settings.prompts.max_dropped_share
+    dropped = sum(prompts.dropped.values())
     if dropped > limit * len(prompts.rows):
         raise ExtractionError(
             "the prompts of this partition failed: too many rows are dropped",
@@ -92,16 +93,7 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
             got=f"{dropped} of {len(prompts.rows)} rows: {prompts.dropped}",
             remedy="mend the source and materialise prompts again, or raise the share",
         )
-    manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
-    states = _states(paths.generations(target.spec.fingerprint, key), manifests)
-    plan = Plan(
-        prompts=prompts,
-        layer_set=target.layer_set,
-        layout=target.layout,
-        known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
-        before=_before(manifests, target.layer_set, prompts),
-    )
-    if plan.store_bytes > (free := shutil.disk_usage(paths.root).free):
+    if plan.store_bytes > (free := free_bytes(paths.root)):
         raise ExtractionError(
             "the store's disk cannot hold this partition",
             where=f"{key} in {paths.root}",
@@ -130,6 +122,29 @@ def require_current(project: Project, target: Target, key: str) -> None:
             got=made.options or "a table of an earlier version",
             remedy="materialise prompts; states of the same tokens are not asked for again",
         )
+
+
+def compare(project: Project, target: Target, paths: StorePaths, key: str) -> Plan:
+    """Compare the partition's prompts with what all its manifests say is stored.
+
+    Raises:
+        PromptError: its prompts were never made.
+    """
+    prompts = read_partition_table(project.home.prompts, key)
+    manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
+    states = _states(paths.generations(target.spec.fingerprint, key), manifests)
+    return Plan(
+        prompts=prompts,
+        layer_set=target.layer_set,
+        layout=target.layout,
+        known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
+        before=_before(manifests, target.layer_set, prompts),
+    )
+
+
+def free_bytes(root: Path) -> int:
+    """Bytes free on the disk of a store, made or not."""
+    return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
 
 
 def is_rejected(row: UnstoredRow) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hs_assets.config import Project
@@ -63,8 +64,8 @@ def sources(project: Project) -> list[Source]:
     return [Source(source.name, source.path, source.format) for source in project.settings.prompts.sources]
 
 
-def status(project: Project, layer_set_id: str | None = None) -> list[PartitionStatus]:
-    """The status of every partition, in one layer set (by default the configured one)."""
+def status(project: Project, layer_set_id: str | None = None, keys: Collection[str] | None = None) -> list[PartitionStatus]:
+    """The status of every partition, or of those of `keys`, in one layer set (by default the configured one)."""
     facts = read_model_facts(project.settings.model.path)
     chosen = LayerSet.parse(layer_set_id) if layer_set_id else LayerSet.choose(project.settings.layers, facts.num_layers)
     layout = DumpLayout(1, chosen.residual_ids, facts.hidden_size, DTYPES[project.settings.server.dtype])
@@ -72,6 +73,7 @@ def status(project: Project, layer_set_id: str | None = None) -> list[PartitionS
         _partition(project, chosen.id, layout.row_bytes, partition_key(name, number), end - start)
         for name, index in source_indexes(project).items()
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True))
+        if keys is None or partition_key(name, number) in keys
     ]
 
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from hs_assets.config import PromptSettings
 from hs_assets.samples.conversations import Conversation, Dropped, Tokenized
 from hs_assets.samples.masks import Supervise
 from hs_assets.samples.model import ModelFacts
+from hs_assets.settings import PromptSettings
 
 TooLong = Literal["drop", "cut_at_turn", "cut"]
 RoleOrder = Literal["any", "strict"]

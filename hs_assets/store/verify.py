@@ -79,6 +79,15 @@ def verify(store: Store, processes: int | None = None) -> Iterator[Checked]:
     yield from _final_norms(store.paths)
 
 
+def spot_check(store: Store, manifest: Manifest, most: int) -> Iterator[Problem]:
+    """Read some samples of a manifest whole, spread over it and as many as `most`, with at least one of each generation."""
+    chosen = {part.generation: sample for sample in manifest.samples for part in sample.parts}
+    spread = manifest.samples[:: -(-len(manifest.samples) // most) or 1]
+    for sample in {one.sample_id: one for one in (*chosen.values(), *spread)}.values():
+        for detail in _sample(store, manifest, sample):
+            yield Problem(manifest.layer_set, manifest.partition, sample.sample_id, detail)
+
+
 def _tasks(paths: StorePaths) -> Iterator[_Task]:
     for path in sorted(paths.views.glob("*/*.json")):
         yield _Task(path)

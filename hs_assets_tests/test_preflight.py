@@ -1,0 +1,141 @@
+"""What an extraction would take is known, and refused where it cannot fit, before anything is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hs_assets.cli import main
+from hs_assets.config import Project, load_project
+from hs_assets.errors import ExtractionError
+from hs_assets.extraction.extract import extract
+from hs_assets.extraction.preflight import predict
+from hs_assets.samples.conversations import Dropped
+from hs_assets.samples.prompts import read_partition_table, table_path, write_partition
+from hs_assets.serving.launch import resolve
+from hs_assets_tests.conftest import say, write_project
+from hs_assets_tests.fake_server import fake_server
+from hs_assets_tests.test_extract import make_prompts, run, write_rows
+
+KEY = "rows-00000"
+
+
+@pytest.fixture
+def make(home: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Project]:
+    """A project of one partition of `count` rows with its prompts made."""
+
+    def build(count: int, layers: str = "[2, 4]") -> Project:
+        source = write_rows(tmp_path / "rows.jsonl", count)
+        prompts, server = "rows_per_partition = 2000", "spool_bytes = 200_000_000\n"
+        project = write_project(home, checkpoint("llama"), source, top=f"layers = {layers}", prompts=prompts, server=server)
+        make_prompts(project)
+        return project
+
+    return build
+
+
+def lengthen(project: Project, tokens: int) -> None:
+    """Make every prompt of the first partition so long."""
+    made = read_partition_table(project.home.prompts, KEY)
+    rows = []
+    for row in made.rows:
+        assert not isinstance(row.content, Dropped)
+        ids = np.resize(row.content.input_ids, tokens)
+        mask = np.ones(tokens, row.content.loss_mask.dtype)
+        rows.append(dataclasses.replace(row, content=dataclasses.replace(row.content, input_ids=ids, loss_mask=mask)))
+    write_partition(dataclasses.replace(made, rows=tuple(rows)), project.home.prompts)
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, **free: int) -> None:
+    """Have disks say that so much is free: ``shm`` in /dev/shm, ``disk`` elsewhere."""
+    real = shutil.disk_usage
+
+    def usage(path: Path) -> object:
+        name = "shm" if str(path).startswith("/dev/shm") else "disk"
+        return SimpleNamespace(free=free[name]) if name in free else real(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+
+def test_300_prompts_of_64k_tokens_are_refused_before_the_first_request(
+    make: Callable[..., Project],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project = make(300, "[2, 4, 5]")
+    lengthen(project, 65_536)
+    with_free(monkeypatch, disk=10_000_000_000)
+    target = resolve(project)
+    with fake_server(project) as server:
+        wide = dataclasses.replace(target, facts=dataclasses.replace(target.facts, hidden_size=2880))
+        needed = 300 * 65_536 * 4 * 2880 * 2
+        assert f"{needed:,}" == "452,984,832,000"
+        with pytest.raises(ExtractionError, match=r"452,984,832,000 bytes for 300 samples(.|\n)*10,000,000,000 bytes free"):
+            extract(project, wide, KEY, "run", say)
+        assert server.rows == []
+    need = predict(project, wide)
+    assert (need.samples, need.tokens, need.store_bytes) == (300, 300 * 65_536, needed)
+    assert any("452,984,832,000 bytes are needed, 10,000,000,000 are free" in problem for problem in need.problems)
+    assert any("the dumps of 300 samples are larger than the spool" in problem for problem in need.problems)
+
+
+def test_what_is_predicted_is_what_is_written_and_nothing_is_left_afterwards(make: Callable[..., Project]) -> None:
+    project = make(20)
+    need = predict(project, resolve(project))
+    with fake_server(project):
+        report = run(project)
+    assert report.intake
+    assert (need.store_bytes, need.samples, need.problems) == (report.intake.stored_bytes, 20, [])
+    arrays = [path for path in (project.store_path / "data").rglob("c/*/*") if path.is_file() and "input_ids" not in str(path)]
+    assert sum(path.stat().st_size for path in arrays) > need.store_bytes
+    after = predict(project, resolve(project))
+    assert (after.partitions, after.samples, after.store_bytes, after.largest_dump_bytes) == (1, 0, 0, 0)
+
+
+def test_the_command_prints_it_and_fails_where_it_does_not_fit(
+    make: Callable[..., Project],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project = make(20)
+    table_path(project.home.prompts, KEY).unlink()
+    words = ["plan", "--home", str(project.home.root)]
+    estimated = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
+    make_prompts(project)
+    exact = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
+    assert (estimated["estimated"], exact["estimated"], exact["problems"]) == (1, 0, [])
+    assert exact["samples"] == estimated["samples"] == 20
+    assert exact["tokens"] / 2 < estimated["tokens"] < exact["tokens"] * 4
+    assert exact["layer_set"] == "r2-4-8"
+
+    result = CliRunner().invoke(main, [*words, "rows-00009"])
+    assert (result.exit_code, "no such partition" in result.output) == (1, True)
+    result = CliRunner().invoke(main, [*words, KEY])
+    assert result.exit_code == 0
+    assert f"{exact['store_bytes']:,} bytes" in result.output
+
+    with_free(monkeypatch, shm=60_000_000)  # what a container has that nobody asked more for
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "DOES NOT FIT the spool is too small" in result.output
+    assert "docker run --shm-size" in result.output
+
+
+def test_a_spool_too_small_is_said_before_anything_is_started(
+    make: Callable[..., Project],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project = make(4)
+    with fake_server(project) as server:
+        config = project.home.config.read_text().replace("spool_bytes = 200_000_000\n", "")
+        project.home.config.write_text(config)
+        with_free(monkeypatch, shm=64 << 20)
+        with pytest.raises(Exception, match="docker run --shm-size"):
+            run(load_project(project.home.root))
+        assert server.rows == []
