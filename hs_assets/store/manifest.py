@@ -6,6 +6,7 @@ It lists every row of the partition once, stored or not, with where its states l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -172,9 +173,14 @@ def manifests_of(paths: StorePaths, partition: str) -> list[Manifest]:
     return [read_manifest(path) for path in sorted(paths.views.glob(f"*/{partition}.json"))]
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _build(kind: type[T], fields: Any) -> T:
     """A dataclass, and those inside it, from JSON."""
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{f.name: _value(hints[f.name], fields[f.name]) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
