@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hs_assets.config import Project, load_project
 from hs_assets.defs.build import build_definitions
 from hs_assets.defs.layer_set import LAYER_SET
+from hs_assets.defs.processes import PROCESS_TAG
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES, stored_versions
 from hs_assets.defs.report_metadata import OTHER_LOGPROB, OWN_LOGPROB
 from hs_assets.errors import ConfigError, PromptError
@@ -104,6 +106,9 @@ def test_a_partition_goes_from_rows_to_samples_and_again_for_nothing(
         assert runs.record().success
         result = runs.extract("rows-00001")
         assert result.success
+        recorded = instance.get_run_by_id(result.run_id)
+        assert recorded
+        assert recorded.tags[PROCESS_TAG].split("/")[1] == str(os.getpid())
         raw, samples = result.asset_materializations_for_node("extraction")
         assert (raw.asset_key, samples.asset_key) == (RAW_DUMPS, SAMPLES)
         assert (raw.metadata["state"].value, raw.metadata["requests"].value) == ("consumed", 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 import dagster as dg
 import numpy as np
 import pytest
+from dagster._core.test_utils import create_run_for_test
 
 from hs_assets.config import Project
+from hs_assets.defs.processes import PROCESS_TAG, fail_dead_runs
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.sensors import janitor
 from hs_assets.extraction.extract import alone
@@ -100,6 +103,30 @@ def test_an_old_unpublished_generation_goes_unless_a_run_is_at_its_partition(pro
     name = young.publish()
     assert tidy(project, staging_seconds=0).generations == 0
     assert [path.name for path in staging(project, young).parent.iterdir()] == [name]
+
+
+def test_a_run_whose_process_was_killed_is_reported_as_failed(tmp_path: Path) -> None:
+    (tmp_path / "dagster").mkdir()
+    here, (pid, created) = socket.gethostname(), gone()
+    processes = {
+        "killed": f"{here}/{pid}/{created}",
+        "alive": f"{here}/{os.getpid()}/{started(os.getpid())}",
+        "its pid used again": f"{here}/{os.getpid()}/1.0",
+        "elsewhere": f"elsewhere.{here}/{pid}/{created}",
+    }
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        runs = {
+            name: create_run_for_test(instance, "extract", status=dg.DagsterRunStatus.STARTED, tags={PROCESS_TAG: process})
+            for name, process in processes.items()
+        }
+        unknown = create_run_for_test(instance, "extract", status=dg.DagsterRunStatus.STARTED)
+        assert set(fail_dead_runs(instance)) == {runs["killed"].run_id, runs["its pid used again"].run_id}
+        failed = instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.FAILURE]))
+        assert {run.run_id for run in failed} == {runs["killed"].run_id, runs["its pid used again"].run_id}
+        still = instance.get_run_by_id(unknown.run_id)
+        assert still
+        assert still.status == dg.DagsterRunStatus.STARTED
+        assert fail_dead_runs(instance) == []
 
 
 def test_the_sensor_says_what_it_removed_and_asks_for_no_run(project: Project, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import dagster as dg
 
 from hs_assets.defs.checks import check_results, check_specs, failed_checks
 from hs_assets.defs.layer_set import LAYER_SET, require_recorded
+from hs_assets.defs.processes import note_process
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES, SamplesVersion
 from hs_assets.defs.reextract import SPEC_CHANGED_TAG
@@ -67,6 +68,7 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
     def extraction(
         context: dg.AssetExecutionContext, project: ProjectResource
     ) -> Iterator[dg.MaterializeResult[None] | dg.AssetCheckResult]:
+        note_process(context)
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
         _require_unchanged(context, project, target)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from hs_assets.defs.extraction import POOL
+from hs_assets.defs.processes import note_process
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.retry import retry_if_died
 from hs_assets.extraction.respond import RespondReport, respond
@@ -32,6 +33,7 @@ def build_responses(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefini
 
         What was generated is kept turn by turn: materialise it again after a failure, and only what is missing is asked for.
         """
+        note_process(context)
         loaded, key = project.load(), context.partition_key
         report = respond(loaded, resolve(loaded), key, context.log.info)
         if report.responses is None:

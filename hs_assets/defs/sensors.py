@@ -9,6 +9,7 @@ from dagster._core.errors import DagsterDefinitionChangedDeserializationError
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 
 from hs_assets.config import Project
+from hs_assets.defs.processes import fail_dead_runs
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import SAMPLES
 from hs_assets.extraction.backfill_summary import FinishedBackfill, summarize
@@ -31,12 +32,13 @@ _FINISHED = [
     default_status=dg.DefaultSensorStatus.RUNNING,
     description=(
         "Removes what crashes left: dumps half done in the spool, generations that were never published, leases of processes "
-        "that are gone. Nothing that a run is at, and nothing that is stored: that is for hs-assets gc."
+        "that are gone. Reports runs as failed whose process was killed. It leaves alone what a run is at and what is stored."
     ),
 )
 def janitor(context: dg.SensorEvaluationContext, project: ProjectResource) -> dg.SkipReason:
     """Never asks for a run; says what it removed."""
-    said = str(tidy(project.load()))
+    dead = fail_dead_runs(context.instance)
+    said = f"{tidy(project.load())}; {len(dead)} runs failed whose process is gone"
     context.log.info(said)
     return dg.SkipReason(said)
 

@@ -2,7 +2,8 @@
 
     python -m hs_assets_tests.benchmarks.partitions [PARTITIONS]
 
-The model is a config.json beside weights of some bytes, the store holds manifests alone; the CPU engine must be installed.
+All lies in memory, so that filling it takes no hour. The model is a config.json beside weights of some bytes, the store
+holds manifests alone; the CPU engine must be installed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CONFIG = {
 
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder = Path(name)
         project = make_project(folder, count)
         timed("index of the source, once", lambda: source_indexes(project))
