@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hs_assets.config import RowFormat
 from hs_assets.samples.conversations import Conversation, Dropped, Message, Text, Tokenized, ToolCall
 from hs_assets.samples.formats import FORMATS, parse_row
+from hs_assets.settings import RowFormat
 
 REASONS = {
     "ambiguous_format",
