@@ -159,7 +159,9 @@ def test_dagster_dev_shows_the_filled_partitions(demo: tuple[Path, str]) -> None
         process.terminate()
         process.wait(60)
     nodes = {"/".join(node["assetKey"]["path"]): node for node in answer["assetNodes"]}
-    assert set(nodes) == {"layer_set", "prompts", "raw_dumps", "eagle3_samples"}
+    exports = {"vocabulary_mapping", "speculators_dataset"}
+    exports |= {f"{trainer}_export" for trainer in ("specforge", "speculators", "speculators_legacy", "modelopt")}
+    assert set(nodes) == {"layer_set", "prompts", "raw_dumps", "eagle3_samples", *exports}
     for name in ("prompts", "raw_dumps", "eagle3_samples"):
         assert nodes[name]["partitionStats"] == {"numPartitions": 5, "numMaterialized": 5, "numFailed": 0}
     latest = nodes["eagle3_samples"]["assetMaterializations"][0]
