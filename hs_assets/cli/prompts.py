@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hs_assets.cli.options import json_option
 from hs_assets.config import load_project
 from hs_assets.errors import ConfigError, HsAssetsError
 from hs_assets.samples.formats import FORMATS
@@ -37,7 +38,7 @@ def prompts() -> None:
 )
 @click.option("--config", help="A TOML file, or preset:NAME, whose [prompts] and [model] apply [their defaults].")
 @click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's code that lies in the checkpoint.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def check(
     file: Path, model: Path | None, row_format: str | None, config: str | None, trust_remote_code: bool, as_json: bool
 ) -> None:

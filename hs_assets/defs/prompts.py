@@ -7,7 +7,7 @@ import dagster as dg
 from hs_assets.defs.plots import histogram
 from hs_assets.defs.project import ProjectResource
 from hs_assets.extraction.respond import choice, generation_spec
-from hs_assets.extraction.status import sources
+from hs_assets.extraction.status import source_of
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.filters import limits_of
 from hs_assets.samples.model import read_model_facts
@@ -47,7 +47,7 @@ def build_prompts(partitions: dg.PartitionsDefinition[str], deps: Sequence[dg.As
         settings, key = loaded.settings, context.partition_key
         facts = read_model_facts(settings.model.path)
         tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
-        source = next(s for s in sources(loaded) if key.rpartition("-")[0] == s.name)
+        source = source_of(loaded, key)
         rows = read_partition(loaded.home.prompts / "index", source, key, settings.prompts.max_row_bytes)
         responses = read_responses(loaded.home.responses, key) if settings.responses.enabled else None
         if responses is not None:

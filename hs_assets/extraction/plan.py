@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError, PromptError
-from hs_assets.extraction.status import sources
+from hs_assets.extraction.status import source_of
 from hs_assets.samples.filters import limits_of
 from hs_assets.samples.prepare import prompt_options
 from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_table
@@ -112,8 +112,7 @@ def require_current(project: Project, target: Target, key: str) -> None:
     """
     made, settings = read_partition_table(project.home.prompts, key), project.settings
     responses = read_responses(project.home.responses, key) if settings.responses.enabled else None
-    source = next(s for s in sources(project) if key.rpartition("-")[0] == s.name)
-    options = prompt_options(source, limits_of(settings.prompts, target.facts), responses)
+    options = prompt_options(source_of(project, key), limits_of(settings.prompts, target.facts), responses)
     if made.options != options:
         raise PromptError(
             "the prompts were made with other settings",

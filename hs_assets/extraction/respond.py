@@ -15,7 +15,7 @@ from hs_assets.config import Project
 from hs_assets.errors import ConfigError, ServerDiedError
 from hs_assets.extraction.extract import Say, alone
 from hs_assets.extraction.generations import GenerationLog
-from hs_assets.extraction.status import sources
+from hs_assets.extraction.status import source_of
 from hs_assets.samples.answers import Answered, AnswerRules, Generation, answer
 from hs_assets.samples.conversations import Conversation, Dropped
 from hs_assets.samples.model import stop_token_ids
@@ -99,7 +99,7 @@ def respond(project: Project, target: Target, key: str, say: Say) -> RespondRepo
         raise ConfigError("SGLang would ignore the seed", where="responses.seed", got=chosen.seed, remedy=remedy)
     with alone(project, f"{key}.responses", say):
         tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
-        source = next(s for s in sources(project) if key.rpartition("-")[0] == s.name)
+        source = source_of(project, key)
         rows = read_partition(project.home.prompts / "index", source, key, settings.prompts.max_row_bytes)
         spec = generation_spec(project, tokenizer)
         rules = AnswerRules(

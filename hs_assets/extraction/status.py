@@ -64,6 +64,11 @@ def sources(project: Project) -> list[Source]:
     return [Source(source.name, source.path, source.format) for source in project.settings.prompts.sources]
 
 
+def source_of(project: Project, key: str) -> Source:
+    """The source that a partition is of."""
+    return next(source for source in sources(project) if source.name == key.rpartition("-")[0])
+
+
 def status(project: Project, layer_set_id: str | None = None, keys: Collection[str] | None = None) -> list[PartitionStatus]:
     """The status of every partition, or of those of `keys`, in one layer set (by default the configured one)."""
     facts = read_model_facts(project.settings.model.path)

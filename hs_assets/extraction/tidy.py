@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from hs_assets.config import Project
 from hs_assets.serving.admission import spool_use, sweep
 from hs_assets.serving.state import ServerFolder
+from hs_assets.store.gc import partition_lock
 from hs_assets.store.layout import remove_tree
 from hs_assets.store.writer import STAGING_PREFIX
 from hs_assets.wire.spool import Spool
@@ -52,12 +52,8 @@ def tidy(project: Project, staging_seconds: float = _STAGING_SECONDS) -> Tidied:
 
 def _remove_staging(project: Project, folder: Path, seconds: float) -> bool:
     """Remove an unpublished generation, if it is nobody's."""
-    lock = project.home.root / "locks" / f"{folder.parent.name}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with partition_lock(project.home.locks / f"{folder.parent.name}.lock") as ours:
+        if not ours:
             return False
         newest = max((path.stat().st_mtime for path in (folder, *folder.rglob("*")) if path.exists()), default=0.0)
         if time.time() - newest < seconds:

@@ -52,7 +52,7 @@ def collect(
         min_age: seconds for which what no manifest ever named is kept.
     """
     for partition in _partitions(paths):
-        with _locked(locks / f"{partition}.lock") as ours:
+        with partition_lock(locks / f"{partition}.lock") as ours:
             if not ours:
                 yield Kept(partition, paths.root, "a run is at work on it")
                 continue
@@ -118,7 +118,7 @@ def _partitions(paths: StorePaths) -> list[str]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def partition_lock(path: Path) -> Iterator[bool]:
     """Hold a partition's lock; False where somebody else does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

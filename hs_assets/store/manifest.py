@@ -11,12 +11,13 @@ import types
 import typing
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hs_assets.errors import StoreError, StoreVersionError
 from hs_assets.store.layout import StorePaths, replace_file
+from hs_assets.wire.records import field_types
 
 MANIFEST_VERSION = 1
 _FORMAT = "hs-assets-view"
@@ -200,17 +201,12 @@ def manifests_of(paths: StorePaths, partition: str) -> list[Manifest]:
 
 def _build(kind: type[T], fields: Any) -> T:
     """A dataclass, and those inside it, from JSON."""
-    hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
+    hints = field_types(kind)  # type: ignore[arg-type]
     given = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.name in fields or field.default is dataclasses.MISSING:
             given[field.name] = _value(hints[field.name], fields[field.name])
     return kind(**given)
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _value(hint: Any, value: Any) -> Any:

@@ -7,6 +7,7 @@ written under another name and renamed, so a reader sees all of it or nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -73,7 +74,7 @@ class Record:
                 got=repr(version),
                 remedy="install the same version of hs-assets in the pipeline's and in SGLang's environment",
             )
-        hints = typing.get_type_hints(cls)
+        hints = field_types(cls)  # type: ignore[arg-type]
         values = {}
         for field in dataclasses.fields(cls):
             if field.name not in fields:
@@ -246,6 +247,12 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@functools.cache
+def field_types(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, looked up once."""
+    return typing.get_type_hints(kind)
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
