@@ -64,9 +64,10 @@ class Ring:
     @property
     def pending_bytes(self) -> int:
         """States in blocks that are not written yet."""
-        with self._lock, suppress(ConnectionError):
-            self._collect()
-        return sum(self._sizes.values())
+        with self._lock:
+            with suppress(ConnectionError):
+                self._collect()
+            return sum(self._sizes.values())
 
     def take(self) -> int:
         """The number of a block that nobody uses; waits for the writers to hand one back."""

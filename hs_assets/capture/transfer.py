@@ -122,6 +122,9 @@ class Transfer:
         first, end = batch.segments[0].start, max(segment.start + segment.rows for segment in batch.segments)
         for start in range(first, end, layout.rows):
             stop = min(start + layout.rows, end)
+            parts = _parts(batch.segments, start, stop)
+            if not parts:  # rows of others alone: nobody would hand such a block back
+                continue
             number = self._ring.take()
             try:
                 block, rows = self._ring.block(number), (0, stop - start)
@@ -138,8 +141,7 @@ class Transfer:
             except Exception:  # whatever it is, the ring keeps all its blocks
                 self._ring.put_back(number)
                 raise
-            filled = Filled(number, batch.probe, _parts(batch.segments, start, stop))
-            self._ring.send(filled, (stop - start) * layout.row_bytes)
+            self._ring.send(Filled(number, batch.probe, parts), (stop - start) * layout.row_bytes)
 
 
 def _parts(segments: list[Segment], start: int, stop: int) -> tuple[Part, ...]:

@@ -116,9 +116,9 @@ def _why_not(conversation: Conversation, tokenizer: ChatTokenizer) -> Dropped | 
                 "response_without_question", f"turn {number} of the assistant follows {before or 'nothing'}, not the user"
             )
         before = message.role
-        forged = next((token for token in tokenizer.special_tokens if token in message.content), None)
+        forged = tokenizer.special_pattern.search(message.content)
         if message.role != "assistant" and forged is not None:
-            return Dropped("special_token_in_content", f"turn {number} ({message.role}) contains {forged!r}")
+            return Dropped("special_token_in_content", f"turn {number} ({message.role}) contains {forged.group()!r}")
     return None
 
 
