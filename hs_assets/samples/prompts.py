@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.sources import Source, replace_table
 from hs_assets.wire.dump import token_sha256
+
+_COUNTS = "counts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,15 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """What a partition of prompts amounts to. ``source_rows``: of how many rows of the source it is."""
+
+    prompts: int
+    dropped: dict[str, int]
+    source_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptPartition:
     """A partition of prompts. ``version`` is its data version: it changes when a prompt in it may change.
 
@@ -86,6 +99,11 @@ class PromptPartition:
     def dropped(self) -> dict[str, int]:
         """How many rows are dropped, by reason."""
         return dict(Counter(row.content.reason for row in self.rows if isinstance(row.content, Dropped)))
+
+    @property
+    def counts(self) -> PromptCounts:
+        """What status says of it."""
+        return PromptCounts(len(self.prompts), self.dropped, self.source_rows)
 
     @property
     def formats(self) -> dict[str, int]:
@@ -130,6 +148,7 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
             "source_format": partition.source.format,
             "template_sha256": partition.template_sha256,
             "tokenizer_sha256": partition.tokenizer_sha256,
+            _COUNTS: json.dumps(dataclasses.asdict(partition.counts)),
             "coordinates": "loss_mask[i] is True where input_ids[i] is supervised; no shift",
         }
     )
@@ -137,6 +156,18 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
     path = table_path(folder, partition.key)
     replace_table(path, table)
     return path
+
+
+def find_counts(folder: Path, key: str) -> PromptCounts | None:
+    """The counts of a partition's prompts, if they were made: from its table's metadata, without the rows."""
+    import pyarrow.parquet as pq
+
+    path = table_path(folder, key)
+    if not path.exists():
+        return None
+    said = (pq.read_schema(path).metadata or {}).get(_COUNTS.encode())
+    # An earlier version did not write them.
+    return PromptCounts(**json.loads(said)) if said is not None else read_partition_table(folder, key).counts
 
 
 def read_partition_table(folder: Path, key: str) -> PromptPartition:
