@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.checks import check_results, check_specs, failed_checks
 from hs_assets.defs.layer_set import LAYER_SET, require_recorded
 from hs_assets.defs.processes import note_process
@@ -73,6 +74,7 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
         target = resolve(loaded)
         _require_unchanged(context, project, target)
         require_current(loaded, target, key)
+        require_room_for_backfill(context, loaded, target)
         selected = context.selected_asset_keys
         if SAMPLES not in selected:
             report = capture_only(loaded, target, key, context.log.info)
