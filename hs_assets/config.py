@@ -93,7 +93,8 @@ class Project:
 
     @property
     def spool_path(self) -> Path:
-        return self.settings.server.spool_root / self.home.spool_name
+        server = self.settings.server
+        return server.spool or server.spool_root / self.home.spool_name
 
 
 def load_project(home: str | Path | None = None, config: str | Path | None = None) -> Project:

@@ -82,6 +82,11 @@ class ResponseSettings(_Section):
 class ServerSettings(_Section):
     """The SGLang server."""
 
+    url: str = Field(default="", pattern=r"^(https?://[^/]+/?)?$")
+    """Of a server on this host that somebody else started (`hs-assets server command`); empty to have our own. The other
+    settings say what it must be."""
+    spool: Path | None = None
+    """Where its dumps come; by default a folder of `spool_root` that is this home's."""
     python: str = ""
     """Interpreter of SGLang's environment; empty for the CPU engine that `hs-assets engine install` makes."""
     tensor_parallel: int = Field(default=1, ge=1)
