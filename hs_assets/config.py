@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hs_assets.errors import ConfigError
-from hs_assets.settings import Settings, SourceSettings
+from hs_assets.settings import Settings, SourceSettings, explain
 from hs_assets.wire.rid import MAX_PARTITION_CHARS, is_partition_key
 
 HOME_ENV = "HS_ASSETS_HOME"
@@ -138,15 +138,7 @@ def parse_settings(text: str, where: str) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("the configuration is not TOML", where=where, got=error) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            "a value in the configuration cannot be used",
-            where=f"{where}: {field}",
-            expected=first["msg"],
-            got=repr(first["input"])[:120],
-            remedy="the README lists all settings",
-        ) from error
+        raise explain(error, where) from error
 
 
 def _absolute(settings: Settings, base: Path, home: Home) -> Settings:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
@@ -15,8 +16,9 @@ from hs_assets.config import Project
 from hs_assets.errors import StoreError
 from hs_assets.extraction.status import status
 from hs_assets.samples.prompts import find_counts, table_path
+from hs_assets.wire.rid import Rid
 from hs_assets_tests.conftest import write_project
-from hs_assets_tests.fake_server import fake_server
+from hs_assets_tests.fake_server import fake_server, healthy
 from hs_assets_tests.test_extract import make_prompts, run, write_rows
 
 KEY = "rows-00000"
@@ -77,3 +79,31 @@ def test_a_layer_set_that_nobody_knows_is_an_error_that_names_the_known_ones(pro
     assert (code, "expected: r2-4-8 or r2-5-8" in printed, "got: r1-8" in printed) == (1, True, True)
     with pytest.raises(StoreError, match="no such layer set"):
         status(project, "r-eagle")
+
+
+def test_a_row_that_failed_and_one_that_is_not_explained_fail_the_command(project: Project) -> None:
+    def nan(rid: Rid, states: np.ndarray) -> np.ndarray:
+        return states * np.nan if rid.row == 2 else states
+
+    with fake_server(project, nan) as server:
+        run(project)
+        code, printed = asked(project, "--json")
+        (one,) = json.loads(printed)["partitions"]
+        assert (code, one["state"], one["failed"], one["stored"]) == (1, "incomplete", {"finite": 1}, 5)
+        server.fault = healthy
+        assert run(project).problems == []
+    assert asked(project)[0] == 0
+    with project.settings.prompts.sources[0].path.open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1!"}]}\n')
+    code, printed = asked(project, "--json")
+    (one,) = json.loads(printed)["partitions"]
+    assert (code, one["state"], one["in"], one["pending"]) == (1, "incomplete", 8, 1)
+
+
+def test_the_demo_fails_where_a_row_does(project: Project) -> None:
+    with fake_server(project, lambda rid, states: states * np.nan if rid.row == 2 else states) as server:
+        result = CliRunner().invoke(main, ["demo", "--home", str(project.home.root)])
+        assert (result.exit_code, "NOT COMPLETE" in result.stderr, "finite" in result.stderr) == (1, True, True)
+        server.fault = healthy
+        result = CliRunner().invoke(main, ["demo", "--home", str(project.home.root)])
+        assert (result.exit_code, "NOT COMPLETE" in result.stderr) == (0, False)

@@ -20,7 +20,6 @@ from hs_assets.defs.report_metadata import raw_metadata, sample_metadata
 from hs_assets.defs.retry import retry_if_died
 from hs_assets.errors import SpecChangedError
 from hs_assets.extraction.extract import Report, capture_only, extract
-from hs_assets.extraction.plan import require_current
 from hs_assets.serving.launch import Target, resolve
 
 PROMPTS = dg.AssetKey("prompts")
@@ -73,7 +72,6 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
         _require_unchanged(context, project, target)
-        require_current(loaded, target, key)
         require_room_for_backfill(context, loaded, target)
         selected = context.selected_asset_keys
         if SAMPLES not in selected:
