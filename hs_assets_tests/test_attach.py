@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -30,6 +29,7 @@ from hs_assets.serving.server import kill_tree, lease_server, stop_server
 from hs_assets.serving.state import UP, ServerFolder
 from hs_assets.serving.watchdog import free_port
 from hs_assets.store import open_store
+from hs_assets.wire.records import RefusedRecord
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import say, temporary_home, write_project
 from hs_assets_tests.test_extract import make_prompts, write_rows
@@ -39,11 +39,11 @@ Write = Callable[..., Project]
 
 
 @contextmanager
-def started_by_hand(project: Project, port: int, *more: str) -> Iterator[psutil.Process]:
+def started_by_hand(project: Project, port: int) -> Iterator[psutil.Process]:
     """What a person does: the script that the command prints, in a shell of their own."""
     script = asked(project, "command", "--port", str(port))
     log = (project.home.root / f"by-hand-{port}-{time.monotonic_ns()}.log").open("wb")
-    with log, subprocess.Popen(["sh", "-c", " ".join([script, *more])], stdout=log, stderr=log, start_new_session=True) as shell:
+    with log, subprocess.Popen(["sh", "-c", script], stdout=log, stderr=log, start_new_session=True) as shell:
         try:
             yield psutil.Process(shell.pid)
         finally:
@@ -244,16 +244,18 @@ def test_a_server_that_is_killed_fails_the_partition_and_a_new_one_is_asked_for_
         assert (second.problems, second.requests) == ([], 24 - stored)
 
 
-def test_unsafe_flags_are_refused_by_name_in_a_server_started_by_hand(
+def test_a_server_that_the_plugin_refused_is_named_with_its_reasons(
     home: Path, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    source, port = write_rows(tmp_path / "rows.jsonl", 3), free_port()
-    project = write_project(home, checkpoint("llama"), source, top="layers = [2, 4]", server=SERVER)
-    with started_by_hand(project, port, "--enable-mixed-chunk"):
-        wait_for(lambda: bool(list(Spool(project.spool_path).ready.glob("refused-*.json"))))
-        text = project.home.config.read_text()
-        project.home.config.write_text(text.replace("[server]", f'[server]\nurl = "http://127.0.0.1:{port}"'))
-        with pytest.raises(ServerStartError, match=r"refuses(.|\n)*--enable-mixed-chunk"):
-            attach(load_project(home))
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"http://127.0.0.1:{port}/health", timeout=2)
+    """It ended; what its plugin left in the spool is all that says why, until the script starts the next one."""
+    source, url = write_rows(tmp_path / "rows.jsonl", 3), f"http://127.0.0.1:{free_port()}"
+    project = write_project(home, checkpoint("llama"), source, top="layers = [2, 4]", server=f'{SERVER}\nurl = "{url}"')
+    script, spool = asked(project, "command"), Spool(project.spool_path)
+    RefusedRecord("by-hand", 0, ("--enable-mixed-chunk: decode rows mix with prefill",)).write(spool.refused_record(0))
+    with pytest.raises(ServerStartError, match=r"refuses(.|\n)*--enable-mixed-chunk"):
+        attach(project)
+    before_sglang = script[: script.index("env ")]
+    subprocess.run(["sh", "-c", before_sglang], check=True)
+    assert list(spool.ready.iterdir()) == []
+    with pytest.raises(ServerError, match="no server answers"):
+        attach(project)

@@ -39,11 +39,11 @@ def attach(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -
         )
     spool = Spool(Path(plan.spool))
     config = read_capture_config(spool)
+    raise_if_refused(spool)  # such a server ends at once
     if not listens(plan.url):
         raise ServerError("no server answers", where=plan.url, remedy=f"{_COMMAND}, or take server.url out of the configuration")
     if not answers(f"{plan.url}/health"):
         raise ServerError("the server does not say that it is well", where=plan.url, remedy="wait until it is up, or see its log")
-    raise_if_refused(spool)
     if capturing(spool) != config.server:
         raise HandshakeError(
             "the server is not patched: nobody captures into its spool",

@@ -21,11 +21,11 @@ from hs_assets.wire.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class HandStart:
-    """How to start a server. ``env``: beside what the shell has; ``remove``: a file that must not be there at the start."""
+    """How to start a server. ``env``: beside what the shell has; ``clear``: a folder that must be empty at the start."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
-    remove: str
+    clear: str
     url: str
     spool: str
 
@@ -38,7 +38,7 @@ class HandStart:
         return (
             f"# SGLang with the capture plugin; it captures into {self.spool}. Once it is up, have the pipeline use it:\n"
             f'#   [server]\n#   url = "{self.url}"\n'
-            f"rm -f {shlex.quote(self.remove)}\n"
+            f"rm -f {shlex.quote(self.clear)}/*\n"
             f"env {env} \\\n  {shlex.join(self.argv)}"
         )
 
@@ -73,7 +73,7 @@ def hand_start(project: Project, port: int) -> HandStart:
     return HandStart(
         argv=(*plan.argv, "--port", str(port)),
         env=server_environment(plan),
-        remove=str(spool.rendezvous),
+        clear=str(spool.ready),
         url=f"http://127.0.0.1:{port}",
         spool=plan.spool,
     )
