@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -185,7 +186,9 @@ def read_partition_table(folder: Path, key: str) -> PromptPartition:
         )
     table = pq.read_table(path)
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-    rows = tuple(_read_row(number, entry) for number, entry in enumerate(table.to_pylist()))
+    lists = zip(_lists(table["input_ids"]), _lists(table["loss_mask"]), strict=True)
+    entries = table.drop_columns(["input_ids", "loss_mask"]).to_pylist()
+    rows = tuple(_read_row(number, entry, *each) for number, (entry, each) in enumerate(zip(entries, lists, strict=True)))
     source = Source(metadata["source_name"], Path(metadata["source_path"]), metadata.get("source_format", ""))
     return PromptPartition(
         key,
@@ -208,13 +211,19 @@ def page_path(folder: Path, key: str) -> Path:
     return folder / f"{key}.html"
 
 
-def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
+def _lists(column: Any) -> list[np.ndarray]:
+    """The lists of a column; a missing one is empty."""
+    flat = column.combine_chunks()
+    values, ends = flat.values.to_numpy(zero_copy_only=False), flat.offsets.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _read_row(number: int, entry: dict[str, Any], input_ids: np.ndarray, loss_mask: np.ndarray) -> PromptRow:
     content: Prompt | Dropped
     if entry["dropped"] is not None:
         content = Dropped(entry["dropped"], entry["detail"])
     else:
-        ids, mask = np.asarray(entry["input_ids"], "<i4"), np.asarray(entry["loss_mask"], bool)
-        content = Prompt(number, ids, mask, entry["token_sha256"])
+        content = Prompt(number, input_ids.astype("<i4"), loss_mask.astype(bool), entry["token_sha256"])
     origin = Origin(entry["answered_by"], tuple(entry["finish_reasons"]), tuple(entry["renderings"]))
     return PromptRow(
         entry["sample_id"],
