@@ -155,10 +155,12 @@ def _absolute(settings: Settings, base: Path, home: Home) -> Settings:
             remedy='give one of them a name = "…"',
         )
     store_path = settings.store.path and base / settings.store.path
+    spool = settings.server.spool and base / settings.server.spool
     return settings.model_copy(
         update={
             "model": settings.model.model_copy(update={"path": model_path}),
             "prompts": settings.prompts.model_copy(update={"sources": sources}),
+            "server": settings.server.model_copy(update={"spool": spool}),
             "store": settings.store.model_copy(update={"path": store_path}),
         }
     )

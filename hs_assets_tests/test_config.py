@@ -44,13 +44,15 @@ def test_arguments_win_over_the_environment_and_that_over_the_homes_file(tmp_pat
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     config = tmp_path / "etc" / "c.toml"
     config.parent.mkdir()
-    config.write_text(MINIMAL + '[store]\npath = "/mnt/store.zarr"\n')
+    config.write_text(MINIMAL + '[store]\npath = "/mnt/store.zarr"\n[server]\nspool = "../spool"\n')
     project = load_project(tmp_path / "home", config)
+    assert project.spool_path == tmp_path / "etc" / "../spool"
     assert project.settings.model.path == tmp_path / "etc" / "models" / "m"
     assert project.settings.prompts.sources[0].path == tmp_path / "etc" / "data" / "chats.v2.jsonl"
     assert project.settings.prompts.sources[0].name == "chats"
     assert project.store_path == Path("/mnt/store.zarr")
-    assert project.spool_path.parent == Path("/dev/shm")
+    config.write_text(MINIMAL)
+    assert load_project(tmp_path / "home", config).spool_path.parent == Path("/dev/shm")
 
 
 def test_two_homes_have_two_spools(tmp_path: Path) -> None:

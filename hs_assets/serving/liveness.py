@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -77,9 +76,9 @@ def listens(url: str) -> bool:
     """Whether anybody takes connections there; one who is too busy to answer does."""
     try:
         httpx.get(f"{url}/health", timeout=_ASK_SECONDS, trust_env=False)
-    except httpx.TimeoutException:
-        return urlsplit(url).hostname is not None
-    except (httpx.HTTPError, httpx.InvalidURL):
+    except (httpx.ReadTimeout, httpx.PoolTimeout):
+        return True
+    except httpx.HTTPError:
         return False
     return True
 
