@@ -32,7 +32,7 @@ def attach(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -
         SpoolError: its spool cannot be reached.
     """
     before = folder.read_state()
-    if before is not None and not before.attached and before.is_up:
+    if before is not None and before.watchdog_lives:
         remedy = "hs-assets server stop, or take server.url out of the configuration"
         raise ServerError(
             "a server of this home's own runs", where=before.server, expected=plan.url, got=before.url, remedy=remedy

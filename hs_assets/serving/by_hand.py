@@ -18,6 +18,8 @@ from hs_assets.serving.state import ServerFolder
 from hs_assets.wire.records import CaptureConfig
 from hs_assets.wire.spool import Spool
 
+_NAMES = "by-hand-"
+
 
 @dataclass(frozen=True, slots=True)
 class HandStart:
@@ -54,20 +56,21 @@ def hand_start(project: Project, port: int) -> HandStart:
     server = settings.server.model_copy(update={"url": ""})
     own = dataclasses.replace(project, settings=settings.model_copy(update={"server": server}))
     plan = make_launch_plan(own, resolve(own))
-    spool, name = Spool(Path(plan.spool)), f"by-hand-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+    spool, name = Spool(Path(plan.spool)), f"{_NAMES}{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     config = capture_config(plan, name)
     with suppress(WireError):  # there is none yet, or another version's
         before = CaptureConfig.read(spool.config)
-        if before.server.startswith("by-hand-") and dataclasses.replace(before, server=name) == config:
+        room = config.spool_bytes if server.spool_bytes is None else before.spool_bytes  # by default it changes all the time
+        if before.server.startswith(_NAMES) and dataclasses.replace(before, server=name, spool_bytes=room) == config:
             config = before  # asked again: a server that was started with it stays the one that is meant
-    state = ServerFolder(project.home.server).read_state()
-    runs = capturing(spool)
-    if (state is not None and not state.attached and state.is_up) or runs not in (None, config.server):
+    state, runs = ServerFolder(project.home.server).read_state(), capturing(spool)
+    ours = state is not None and not state.attached and runs in (None, state.server)
+    if (state is not None and state.watchdog_lives) if ours else (runs not in (None, config.server)):
         raise ServerError(
             "a server captures into this spool already",
             where=plan.spool,
             got=runs or (state and state.server),
-            remedy="end it first (hs-assets server stop, if it is this home's own)",
+            remedy="end it first (hs-assets server stop, if it is this home's own), and wait until it has not counted for 15 s",
         )
     config.write(spool.config)
     return HandStart(
