@@ -77,7 +77,7 @@ def server_stop(home: Path | None, config: str | None, force: bool) -> None:
 
     project = load_project(home, config)
     stopped = stop_server(ServerFolder(project.home.server), say, force=force)
-    click.echo("stopped" if stopped else "no server runs")
+    click.echo("stopped" if stopped else "no server of this home's own runs")
 
 
 @server.command("status")
