@@ -28,7 +28,7 @@ from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
 from hs_assets.errors import ExtractionError
 from hs_assets.extraction import preflight
-from hs_assets.extraction.backfill_room import require_room
+from hs_assets.extraction.backfill_room import Wanted, require_room
 from hs_assets.serving.launch import resolve
 from hs_assets.serving.state import FAILED, ServerFolder
 from hs_assets.store import open_store
@@ -207,18 +207,18 @@ def test_room_that_is_made_is_enough_and_what_fits_is_looked_at_once(project: Pr
     target, looked = resolve(project), list[str]()
     free = 1
 
-    def partitions() -> list[str]:
+    def wanted() -> Wanted:
         looked.append("once")
-        return KEYS
+        return Wanted(KEYS, kept=False)
 
     monkeypatch.setattr(preflight, "free_bytes", lambda _root: free)
     for _ in range(2):
         with pytest.raises(ExtractionError, match=r"cannot fit(.|\n)*3 partitions(.|\n)*1 are free"):
-            require_room(project, target, "b", partitions, say, kept=False)
+            require_room(project, target, "b", wanted, say)
     free = 1 << 40
-    require_room(project, target, "b", partitions, say, kept=False)
+    require_room(project, target, "b", wanted, say)
     free = 1  # it was begun: from now on each partition looks after itself
-    require_room(project, target, "b", partitions, say, kept=False)
+    require_room(project, target, "b", wanted, say)
     assert looked == ["once"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError
@@ -17,15 +18,20 @@ from hs_assets.serving.launch import Target
 from hs_assets.wire.records import write_atomic
 
 
-def require_room(
-    project: Project, target: Target, backfill: str, partitions: Callable[[], Collection[str]], say: Say, *, kept: bool
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a backfill is to extract. ``kept``: the dumps are to stay in the spool (`raw_dumps` alone)."""
+
+    partitions: Collection[str]
+    kept: bool
+
+
+def require_room(project: Project, target: Target, backfill: str, wanted: Callable[[], Wanted], say: Say) -> None:
     """Raise ExtractionError, with the numbers, unless what is missing of a backfill's partitions fits.
 
     Arguments:
         backfill: its id.
-        partitions: gives the partitions that it is to make; called by the first run only.
-        kept: the dumps are to stay in the spool (`raw_dumps` alone).
+        wanted: what it is to extract; called by the first run only.
     """
     path = project.home.reports / f"backfill-{backfill}.need.json"
     with alone(project, f"backfill-{backfill}", say):
@@ -35,7 +41,8 @@ def require_room(
                 return
             judge(project, need)
         else:
-            need = predict(project, target, partitions(), kept=kept)
+            whole = wanted()
+            need = predict(project, target, whole.partitions, kept=whole.kept)
             guessed = f", {need.estimated} of them estimated" if need.estimated else ""
             say(
                 f"backfill {backfill}: {need.partitions} partitions{guessed} lack {need.samples:,} samples: {need.store_bytes:,} "
