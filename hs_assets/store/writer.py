@@ -51,7 +51,7 @@ class ArrayShape:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's state."""
-        return self.hidden_size * DTYPES[self.dtype].itemsize
+        return self.hidden_size * int(DTYPES[self.dtype].itemsize)
 
     @property
     def state_chunk(self) -> int:
