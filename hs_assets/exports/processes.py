@@ -39,6 +39,7 @@ def export_partitions(
             yield export_partition(store, manifest, trainer, folder, progress)
         return
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     told: SimpleQueue[tuple[str, int]] = context.SimpleQueue()
     failed: BaseException | None = None
     with ProcessPoolExecutor(processes, context, _begin, (told,)) as pool:
