@@ -83,6 +83,19 @@ def test_one_that_fails_is_named_and_the_others_are_whole(tmp_path: Path) -> Non
     } - there
 
 
+def test_interrupted_it_begins_no_other(tmp_path: Path) -> None:
+    lengths = {f"chats-{i:05d}": [50] for i in range(16)}
+    store, _ = put_store(tmp_path / "store.zarr", lengths)
+    manifests, folder = choose_manifests(store, LAYERS.id), ExportFolder(tmp_path / "out")
+    begin(folder, manifests[0], SPECFORGE)
+    exporting = export_partitions(store, manifests, SPECFORGE, folder, lambda *_: None, 2)
+    first = next(exporting)
+    exporting.close()
+    there = {path.name for path in folder.root.iterdir() if path.is_dir()}
+    assert first.partition in there
+    assert len(there) < len(lengths)
+
+
 KILLED = """
 import sys
 from pathlib import Path

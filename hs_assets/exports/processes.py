@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing.queues import SimpleQueue
 
@@ -27,7 +27,7 @@ def export_partitions(
     folder: ExportFolder,
     progress: Progress,
     processes: int | None = None,
-) -> Iterator[Exported]:
+) -> Generator[Exported, None, None]:
     """Export partitions as `export_partition` does, `processes` at once (by default one a core); gives each as it is done.
 
     Raises:
@@ -42,7 +42,8 @@ def export_partitions(
     context.set_forkserver_preload([__name__])
     told: SimpleQueue[tuple[str, int]] = context.SimpleQueue()
     failed: BaseException | None = None
-    with ProcessPoolExecutor(processes, context, _begin, (told,)) as pool:
+    pool = ProcessPoolExecutor(processes, context, _begin, (told,))
+    try:
         running: set[Future[Exported]] = {pool.submit(_export, store, one, trainer, folder) for one in manifests}
         while running:
             done, running = wait(running, _SECONDS, FIRST_COMPLETED)
@@ -57,6 +58,8 @@ def export_partitions(
                     failed = error
                     for other in running:
                         other.cancel()
+    finally:
+        pool.shutdown(cancel_futures=True)  # where somebody interrupts, too: what has not begun does not
     if failed is not None:
         raise failed
 
