@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing.queues import SimpleQueue
@@ -43,8 +44,9 @@ def export_partitions(
     told: SimpleQueue[tuple[str, int]] = context.SimpleQueue()
     failed: BaseException | None = None
     pool = ProcessPoolExecutor(processes, context, _begin, (told,))
+    running: set[Future[Exported]] = set()
     try:
-        running: set[Future[Exported]] = {pool.submit(_export, store, one, trainer, folder) for one in manifests}
+        running = {pool.submit(_export, store, one, trainer, folder) for one in manifests}
         while running:
             done, running = wait(running, _SECONDS, FIRST_COMPLETED)
             while not told.empty():
@@ -59,7 +61,12 @@ def export_partitions(
                     for other in running:
                         other.cancel()
     finally:
-        pool.shutdown(cancel_futures=True)  # where somebody interrupts, too: what has not begun does not
+        pool.shutdown(wait=False, cancel_futures=True)  # where somebody interrupts, what has not begun does not
+        while any(one.running() for one in running):  # and what has can still tell
+            time.sleep(_SECONDS)
+            while not told.empty():
+                told.get()
+        pool.shutdown()
     if failed is not None:
         raise failed
 
