@@ -122,6 +122,7 @@ class StoreSettings(_Section):
     path: Path | None = None
     """`<home>/store.zarr` by default."""
     chunk_tokens: int = Field(default=128, gt=0)
+    """More where states are compressed and narrow, so that a chunk of them has 512 KiB."""
     shard_tokens: int = Field(default=8192, gt=0)
     compression: Literal["none", "blosc"] = "none"
     """`blosc`: about 0.7 of the size, for CPU time; worth it where storage gives less than about 1 GB/s a core."""

@@ -86,14 +86,16 @@ def make_partition(
     unstored: tuple[UnstoredRow, ...] = (),
     prompts: PromptsVersion = PROMPTS,
     seed: int = 0,
+    made: Made | None = None,
 ) -> Partition:
     """Write samples of these lengths with their masks and their manifest.
 
     Arguments:
+        made: these samples, of `lengths`; by default made-up ones.
         generation_of: for each sample the number of the generation that it goes to; by default all go to one.
         ids_by_generation: sets of residual ids that lie in generations of their own; by default all lie together.
     """
-    made = make_samples(lengths, partition, layers.residual_ids, shape, seed)
+    made = made or make_samples(lengths, partition, layers.residual_ids, shape, seed)
     writers: dict[tuple[int, tuple[int, ...]], GenerationWriter] = {}
     offsets: dict[tuple[str, tuple[int, ...]], tuple[GenerationWriter, int]] = {}
     together = ids_by_generation or [layers.residual_ids]

@@ -31,7 +31,7 @@ from hs_assets_tests.store_material import (
     make_partition,
 )
 
-SHAPE = ArrayShape(64, "BF16", 32, 128, "blosc")
+SHAPE = ArrayShape(64, "BF16", 32, 96, "blosc")  # a shard of three chunks, which cannot be longer
 
 
 def smooth_states(tokens, width=64, seed=0):
@@ -62,7 +62,7 @@ def test_shards_are_those_that_zarr_writes(written, tmp_path):
         tmp_path / "zarr",
         shape=(300, 64),
         chunks=(32, 64),
-        shards=(128, 64),
+        shards=(96, 64),
         dtype=np.uint16,
         compressors=[BloscCodec(typesize=2, cname="zstd", clevel=1, shuffle="shuffle", blocksize=1 << 19), Crc32cCodec()],
         fill_value=0x7FC0,
@@ -71,7 +71,7 @@ def test_shards_are_those_that_zarr_writes(written, tmp_path):
     array[:] = bits(states[4])
     ours = json.loads((folder / "residual_004" / "zarr.json").read_text())
     assert ours["codecs"] == json.loads((tmp_path / "zarr" / "zarr.json").read_text())["codecs"]
-    for shard in ("0", "1", "2"):
+    for shard in "0123":
         assert (folder / "residual_004" / "c" / shard / "0").read_bytes() == (tmp_path / "zarr/c" / shard / "0").read_bytes()
 
 
@@ -107,7 +107,7 @@ def test_the_ratio_is_that_of_the_files(tmp_path):
     folders.append(generation_folder(paths, made, part=1) / "residual_004")
     count = ["find", *folders, "-path", "*/c/*", "-type", "f", "-printf", r"%s\n"]
     sizes = subprocess.run(count, capture_output=True, text=True, check=True).stdout.split()
-    assert len(sizes) == 9
+    assert len(sizes) == 12
     assert (measured.codec, measured.raw_bytes, measured.stored_bytes) == ("blosc", 300 * 3 * 128, sum(map(int, sizes)))
     manifest = dataclasses.replace(made.manifest, compression=measured)
     assert manifest.write(paths)
@@ -126,8 +126,30 @@ def test_what_is_not_compressed_has_no_ratio(tmp_path):
 
 def test_states_whose_exponents_are_alike_get_smaller(written):
     folder, _ = written
-    size = sum((folder / "residual_002" / "c" / shard / "0").stat().st_size for shard in "012")
+    size = sum((folder / "residual_002" / "c" / shard / "0").stat().st_size for shard in "0123")
     assert size < 0.85 * 300 * 128
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [
+        (ArrayShape(7168, "BF16", 128, 8192, "blosc"), 128),
+        (ArrayShape(576, "BF16", 128, 8192, "blosc"), 512),
+        (ArrayShape(576, "F32", 128, 8192, "blosc"), 256),
+        (ArrayShape(576, "BF16", 128, 8192, "none"), 128),
+        (ArrayShape(576, "BF16", 128, 384, "blosc"), 128),
+        (ArrayShape(4, "BF16", 128, 1024, "blosc"), 1024),
+    ],
+)
+def test_chunks_that_are_compressed_are_long_enough(tmp_path, shape, tokens):
+    """A block of 512 KiB, as far as the shard can be cut so; on disk as zarr reads it."""
+    dtype = np.dtype(np.float32) if shape.dtype == "F32" else BFLOAT16
+    paths, states = create(tmp_path / "s"), np.ones((3, shape.hidden_size), dtype)
+    writer = GenerationWriter(paths, FINGERPRINT, PARTITION, (8,), 8, shape)
+    writer.append(np.zeros(3, np.int32), {8: states})
+    array = zarr.open_array(paths.generation(FINGERPRINT, PARTITION, writer.publish()) / "final", mode="r")
+    assert (array.chunks, array.shards) == ((tokens, shape.hidden_size), (shape.shard_tokens, shape.hidden_size))
+    assert np.array_equal(as_bits(array)[:], bits(states) if dtype == BFLOAT16 else states)
 
 
 def test_the_setting():

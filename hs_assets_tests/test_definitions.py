@@ -140,6 +140,10 @@ def test_a_partition_goes_from_rows_to_samples_and_again_for_nothing(
         assert server.rows == []
         raw, samples = again.asset_materializations_for_node("extraction")
         assert (raw.metadata["requests"].value, samples.metadata["manifest changed"].value) == (0, False)
+        assert samples.metadata["lineage"].value["samples_by_run"] == {result.run_id: 8}
+        shown = samples.metadata["lineage of the first rows"]
+        assert isinstance(shown, dg.TableMetadataValue)
+        assert [row.data["source row"] for row in shown.records] == list(range(8, 16))
     lineage = open_store(project.store_path).layer_set("r2-4-8")[0].lineage
     assert (lineage.partition, lineage.source_row, lineage.parts[0].run_id) == ("rows-00001", 8, result.run_id)
 

@@ -48,11 +48,15 @@ FILES = [
     "store.zarr.json",
     "residual_002/zarr.json",
     "residual_002/c/0/0",
+    "compressed/zarr.json",
 ]
 BEFORE = ["manifest.without_counts.json"]
 """Files as earlier code of the same version wrote them."""
+COMPRESSED = "compressed/c/0/0"
+"""A shard that is only read: another version of zstd may make other bytes."""
 TOKEN_IDS = np.array([7, 163_839, 0], "<i4")
 STATES = (np.arange(3 * 3 * 4, dtype="<u2") * 1777 + 0x3C00).reshape(3, 3, 4)  # the bits of bfloat16 [T, K+1, H]
+SMOOTH = (np.arange(40 * 64, dtype="<u2") * 1777 % 256 + 0x3F00).astype("<u2").reshape(40, 64)  # bfloat16 from 0.5 to 2
 RID = Rid(Kind.SAMPLE, "0123abcd", "demo-00000", 17, 3)
 COMMITTED_AT = 1_760_000_000.125
 MANIFEST = Manifest(
@@ -94,6 +98,10 @@ def write_files(folder: Path) -> None:
     writer = GenerationWriter(store, "0123456789abcdef", "demo-00000", (2,), 8, ArrayShape(4, "BF16", 2, 4))
     writer.append(TOKEN_IDS, {2: STATES[:, 0].view(ml_dtypes.bfloat16)})
     generation = store.generation("0123456789abcdef", "demo-00000", writer.publish())
+    shape = ArrayShape(64, "BF16", 16, 48, "blosc")
+    writer = GenerationWriter(store, "0123456789abcdef", "demo-00001", (8,), 8, shape)
+    writer.append(np.zeros(len(SMOOTH), np.int32), {8: SMOOTH.view(ml_dtypes.bfloat16)})
+    compressed = store.generation("0123456789abcdef", "demo-00001", writer.publish()) / "final"
     sources = {
         "dump.safetensors": files.data,
         "dump.commit.json": files.commit,
@@ -101,8 +109,10 @@ def write_files(folder: Path) -> None:
         "store.zarr.json": store.root / "zarr.json",
         "residual_002/zarr.json": generation / "residual_002" / "zarr.json",
         "residual_002/c/0/0": generation / "residual_002" / "c" / "0" / "0",
+        "compressed/zarr.json": compressed / "zarr.json",
+        COMPRESSED: compressed / "c" / "0" / "0",
     }
-    for name in FILES:
+    for name in (*FILES, COMPRESSED):
         (folder / "golden" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(sources[name], folder / "golden" / name)
 
@@ -129,7 +139,7 @@ def test_versions_in_the_files():
 
 def test_there_is_no_other_golden_file():
     assert sorted(path.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("*") if path.is_file()) == sorted(
-        [*FILES, *BEFORE]
+        [*FILES, *BEFORE, COMPRESSED]
     )
 
 
@@ -184,12 +194,16 @@ def test_the_store_is_recognised(tmp_path):
     assert check(tmp_path).root == tmp_path
 
 
-def test_the_state_array_is_read():
-    array = zarr.open_array(GOLDEN / "residual_002", mode="r")
-    assert np.array_equal(as_bits(array)[:], STATES[:, 0])
-    assert np.array_equal(open_array(GOLDEN / "residual_002").read().view("<u2"), STATES[:, 0])
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{GOLDEN / 'residual_002'}/"}}
-    assert np.array_equal(np.asarray(ts.open(spec).result().read().result()).view("<u2"), STATES[:, 0])
+@pytest.mark.parametrize(("name", "states"), [("residual_002", STATES[:, 0]), ("compressed", SMOOTH)])
+def test_the_state_arrays_are_read(name, states):
+    assert np.array_equal(as_bits(zarr.open_array(GOLDEN / name, mode="r"))[:], states)
+    assert np.array_equal(open_array(GOLDEN / name).read().view("<u2"), states)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{GOLDEN / name}/"}}
+    assert np.array_equal(np.asarray(ts.open(spec).result().read().result()).view("<u2"), states)
+
+
+def test_the_compressed_array_is_compressed():
+    assert (GOLDEN / COMPRESSED).stat().st_size < 0.85 * SMOOTH.nbytes
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hs_assets.errors import StoreError, StoreVersionError
 from hs_assets.store import Eagle3Sample, open_store
 from hs_assets.store.layout import STORE_VERSION, StorePaths, create
 from hs_assets.store.manifest import UnstoredRow
-from hs_assets.store.masks import read_masks, write_final_norm, write_masks
+from hs_assets.store.masks import read_final_norm, read_masks, write_final_norm, write_masks
 from hs_assets.store.writer import ArrayShape
 from hs_assets.wire.layers import LayerSet
 from hs_assets_tests.store_material import (
@@ -252,6 +252,22 @@ def test_final_norm(paths):
     assert dict(group.attrs) == {"eps": 1e-6, "model_class": "KimiK25ForConditionalGeneration"}
     assert np.array_equal(group["final_norm_weight"][:], weight)
     assert [path.name for path in (paths.root / "models").iterdir()] == ["weights-1"]
+    read, eps = read_final_norm(paths, "weights-1")
+    assert (read.dtype, read.tolist(), eps) == (np.float32, weight.tolist(), 1e-6)
+    assert read_final_norm(paths, "weights-2") is None
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "final_norm_weight/zarr.json", "final_norm_weight/c/0"])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9]), lambda path: flip_byte(path, 0)],
+    ids=["missing", "cut", "flipped"],
+)  # fmt: skip
+def test_a_damaged_final_norm(paths, name, damage):
+    """A chunk that is gone would read as zeros: all states would be 0 after the norm."""
+    write_final_norm(paths, "weights-1", "LlamaForCausalLM", np.linspace(-1, 1, 8).astype(np.float32), 1e-6)
+    damage(paths.model("weights-1") / name)
+    with pytest.raises(StoreError, match="a final norm cannot be read"):
+        read_final_norm(paths, "weights-1")
 
 
 # What must not be touched, and what must not be taken for data

@@ -13,6 +13,7 @@ from hs_assets.exports.folder import ExportFolder
 from hs_assets.exports.summary import begin, combine, finish
 from hs_assets.exports.trainers import TRAINERS
 from hs_assets.exports.vocabulary import VocabularyMapping, make_mapping
+from hs_assets_tests.bfloat16_bits import ulps
 from hs_assets_tests.conftest import say
 from hs_assets_tests.export_material import (
     EPS,
@@ -104,12 +105,6 @@ def samples_in(path: Path) -> Loaded:
 
 def side_by_side(sample: Put) -> np.ndarray:
     return np.concatenate([bits(sample.states[i]) for i in LAYERS.aux], axis=1)
-
-
-def ulps(ours: np.ndarray, theirs: np.ndarray) -> int:
-    """The largest distance of two arrays of bfloat16 bits, in steps between neighbouring numbers."""
-    ordered = [np.where(b < 1 << 15, b.astype(np.int64), (1 << 15) - b.astype(np.int64)) for b in (ours, theirs)]
-    return int(np.abs(ordered[0] - ordered[1]).max())
 
 
 def trained(sample: dict[str, np.ndarray]) -> list[tuple[int, int, int]]:

@@ -17,9 +17,19 @@ import tensorstore as ts
 import zarr
 
 from hs_assets.errors import StoreError
+from hs_assets.store import open_store
 from hs_assets.store.layout import create
 from hs_assets.store.writer import STAGING_PREFIX, ArrayShape, GenerationWriter
-from hs_assets_tests.store_material import DTYPES, FINGERPRINT, PARTITION, SHAPE, bits, make_states
+from hs_assets_tests.store_material import (
+    DTYPES,
+    FINGERPRINT,
+    PARTITION,
+    SHAPE,
+    bits,
+    generation_folder,
+    make_partition,
+    make_states,
+)
 
 IDS, FINAL = (2, 4, 8), 8
 NAMES = {2: "residual_002", 4: "residual_004", 8: "final"}
@@ -90,6 +100,20 @@ def test_what_lies_on_disk(paths):
     shard = folder / "final" / "c" / "0" / "0"
     index_bytes = 4 * 16 + 4
     assert shard.stat().st_size == 16 * 4 * 2 + 4 * 4 + index_bytes, "two bytes an element, and checksums"
+
+
+def test_states_take_two_bytes_an_element_and_tokens_are_not_padded(paths):
+    """Long and short samples together: rows as they are, and on disk beside them a rest of a chunk, checksums and an index."""
+    lengths, width = (37, 4000, 1), 64
+    made = make_partition(paths, lengths, shape=ArrayShape(width, "BF16", 128, 1024))
+    view = open_store(paths.root).layer_set(made.manifest.layer_set)
+    assert [{rows.shape for rows in sample.states.values()} for sample in view] == [{(n, width)} for n in lengths]
+    assert sum(rows.nbytes for sample in view for rows in sample.states.values()) == sum(lengths) * 3 * width * 2
+    chunks, shards = -(-sum(lengths) // 128), -(-sum(lengths) // 1024)
+    for name in NAMES.values():
+        files = list((generation_folder(paths, made) / name / "c").glob("*/0"))
+        index = 1024 // 128 * 16 + 4
+        assert sum(path.stat().st_size for path in files) == chunks * (128 * width * 2 + 4) + shards * index
 
 
 def test_chunks_of_zeros_keep_their_sign(paths):

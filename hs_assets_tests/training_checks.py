@@ -211,6 +211,21 @@ def test_memory_is_reused_as_often_as_said(dataset):
 # The order
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+def test_memory_is_pinned_where_there_is_cuda(dataset, monkeypatch, cuda):
+    """What is asked of torch; that it then is pinned, and right on a device, benchmarks/pinned.py checks where CUDA is."""
+    asked, empty = [], torch.empty
+
+    def noted(*size, pin_memory=False, **options):
+        asked.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch, "empty", noted)
+    Collator("pack", reuse=2)([dataset[0]])
+    assert asked == [cuda] * 3
+
+
 def order(ranks=1, rank=0, **options):
     lengths = [length for lengths in LENGTHS.values() for length in lengths]
     numbers = [n for n, lengths in enumerate(LENGTHS.values()) for _ in lengths]

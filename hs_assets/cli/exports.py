@@ -25,7 +25,8 @@ def _project_options(command: F) -> F:
 def _export_options(command: F) -> F:
     destination = click.argument("destination", metavar="DEST", type=click.Path(file_okay=False, path_type=Path))
     partition = click.option("--partition", "partitions", multiple=True, help="Only this one; may be given more than once [all].")
-    return destination(partition(_project_options(command)))
+    processes = click.option("--processes", type=click.IntRange(1), help="How many partitions are made at once [one a core].")
+    return destination(partition(processes(_project_options(command))))
 
 
 @click.group()
@@ -40,7 +41,7 @@ def export() -> None:
 
 @export.command()
 @_export_options
-def specforge(destination: Path, partitions: tuple[str, ...], **project: Any) -> None:
+def specforge(destination: Path, partitions: tuple[str, ...], **options: Any) -> None:
     """SpecForge, offline: DEST/<partition>/data_<row>.ckpt, with the final state after the norm.
 
     Its trainer shifts ids and states but not the mask, so the mask is shifted here. Make the vocabulary before (hs-assets export
@@ -50,31 +51,31 @@ def specforge(destination: Path, partitions: tuple[str, ...], **project: Any) ->
     hs-assets export specforge /data/specforge
     hs-assets export specforge /data/try --partition chats-00000 --partition chats-00001
     """
-    _export("specforge", destination, partitions, **project)
+    _export("specforge", destination, partitions, **options)
 
 
 @export.command()
 @_export_options
 @click.option("--legacy", is_flag=True, help="The format of speculators 0.3 to 0.6: DEST/<partition>/data_<row>.pt.")
-def speculators(destination: Path, partitions: tuple[str, ...], legacy: bool, **project: Any) -> None:
+def speculators(destination: Path, partitions: tuple[str, ...], legacy: bool, **options: Any) -> None:
     """speculators: a dataset folder for each partition, and DEST/all over all of them; the final state before the norm.
 
     \b
     hs-assets export speculators /data/speculators        # then train with --data-path /data/speculators/all
     hs-assets export speculators /data/v1 --legacy
     """
-    _export("speculators-legacy" if legacy else "speculators", destination, partitions, **project)
+    _export("speculators-legacy" if legacy else "speculators", destination, partitions, **options)
 
 
 @export.command()
 @_export_options
-def modelopt(destination: Path, partitions: tuple[str, ...], **project: Any) -> None:
+def modelopt(destination: Path, partitions: tuple[str, ...], **options: Any) -> None:
     """NVIDIA ModelOpt, offline: DEST/<partition>/<partition>-<row>.pt, with the final state after the norm.
 
     \b
     hs-assets export modelopt /data/modelopt --layer-set r2-30-58-61
     """
-    _export("modelopt", destination, partitions, **project)
+    _export("modelopt", destination, partitions, **options)
 
 
 @export.command()
@@ -127,13 +128,15 @@ def _export(
     trainer_name: str,
     destination: Path,
     partitions: tuple[str, ...],
+    processes: int | None,
     layer_set: str | None,
     home: Path | None,
     config: str | None,
     as_json: bool,
 ) -> None:
-    from hs_assets.exports.export import Exported, check_room, choose_manifests, export_partition
+    from hs_assets.exports.export import Exported, check_room, choose_manifests
     from hs_assets.exports.folder import ALL, ExportFolder
+    from hs_assets.exports.processes import export_partitions
     from hs_assets.exports.summary import begin, combine, finish
     from hs_assets.exports.trainers import SPECULATORS, TRAINERS
     from hs_assets.exports.vocabulary import FILE, find_mapping
@@ -148,11 +151,14 @@ def _export(
     done: list[Exported] = []
     tokens = sum(sample.tokens for manifest in manifests for sample in manifest.samples)
     try:
-        with click.progressbar(length=tokens, label="tokens", file=sys.stderr) as bar:
-            done.extend(
-                export_partition(store, manifest, trainer, folder, lambda _, tokens: bar.update(tokens)) for manifest in manifests
-            )
+        with click.progressbar(length=tokens, label="tokens", file=sys.stderr, item_show_func=lambda sample: sample) as bar:
+
+            def told(sample_id: str, tokens: int) -> None:
+                bar.update(tokens, sample_id)
+
+            done.extend(export_partitions(store, manifests, trainer, folder, told, processes))
     finally:
+        done.sort(key=lambda one: f"{one.partition}/")
         body = finish(folder, trainer, manifests[0], done, mapping)
     rows = combine(folder) if trainer is SPECULATORS else None
     if as_json:

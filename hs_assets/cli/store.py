@@ -17,6 +17,7 @@ from hs_assets.config import load_project
 @project_options
 @json_option
 @click.argument("sample_id", required=False)
+@click.option("--partition", help="Rows of a partition, such as demo-00000.")
 @click.option("--source", help="Rows of a source, by its name or path.")
 @click.option("--row", "source_row", type=int, help="Rows made of this row of a source (0-based).")
 @click.option("--run", "run_id", help="Rows of which a run captured states.")
@@ -28,6 +29,7 @@ def lineage(
     config: str | None,
     as_json: bool,
     sample_id: str | None,
+    partition: str | None,
     source: str | None,
     source_row: int | None,
     run_id: str | None,
@@ -50,7 +52,7 @@ def lineage(
     from hs_assets.store.reader import lineage as record_of
 
     store = open_store(load_project(home, config).store_path)
-    question = Question(sample_id, layer_set, source, source_row, run_id, spec)
+    question = Question(sample_id, layer_set, partition, source, source_row, run_id, spec)
     if sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None:
         record = record_of(*store.find(sample_id))
         if as_json:
@@ -62,7 +64,9 @@ def lineage(
         count = write_lineage_table(store, parquet, question)
         click.echo(f"{count} rows in {parquet}")
     elif question == Question():
-        raise click.UsageError("Name a sample, or what its rows shall be of: --source, --row, --run, --spec; or --parquet FILE.")
+        raise click.UsageError(
+            "Name a sample, or what its rows shall be of: --partition, --source, --row, --run, --spec; or --parquet FILE."
+        )
     else:
         count = 0
         for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007  (the last number is the count)

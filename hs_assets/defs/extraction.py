@@ -12,11 +12,12 @@ import dagster as dg
 from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.checks import check_results, check_specs, failed_checks
 from hs_assets.defs.layer_set import LAYER_SET, require_recorded
+from hs_assets.defs.lineage_metadata import lineage_metadata
 from hs_assets.defs.processes import note_process
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES, SamplesVersion
 from hs_assets.defs.reextract import SPEC_CHANGED_TAG
-from hs_assets.defs.report_metadata import raw_metadata, sample_metadata
+from hs_assets.defs.report_metadata import manifest_of, raw_metadata, sample_metadata
 from hs_assets.defs.retry import retry_if_died
 from hs_assets.errors import SpecChangedError
 from hs_assets.extraction.extract import Report, capture_only, extract
@@ -92,7 +93,9 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
         version = _version(report, target)
         if RAW_DUMPS in selected:
             yield dg.MaterializeResult(RAW_DUMPS, metadata=raw_metadata(report), data_version=version)
-        yield dg.MaterializeResult(SAMPLES, metadata=sample_metadata(report, str(loaded.store_path)), data_version=version)
+        metadata = sample_metadata(report, str(loaded.store_path))
+        metadata |= lineage_metadata(manifest_of(report), loaded)
+        yield dg.MaterializeResult(SAMPLES, metadata=metadata, data_version=version)
 
     return extraction
 

@@ -9,7 +9,8 @@ trainers.py     all of them, by name
 vocabulary.py   draft vocabulary: d2t, t2d
 final_norm.py   the state after the final norm
 folder.py       a folder of exported partitions: each whole or not there
-export.py       partitions of a store → such a folder
+export.py       a partition of a store → such a folder
+processes.py    several partitions at once
 summary.py      what lies beside the partitions
 
     DEST/

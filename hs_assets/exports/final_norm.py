@@ -46,6 +46,7 @@ def final_norm_of(paths: StorePaths, manifest: Manifest) -> FinalNorm:
 
     Raises:
         ExportError: the store does not have it.
+        StoreError: it is damaged.
     """
     found = read_final_norm(paths, str(manifest.state_spec.get("weight_fingerprint")))
     if found is None:

@@ -80,10 +80,12 @@ class ExportFolder:
         path = self._unfinished / f"{name}.lock"
         with ExitStack() as held:
             while True:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     file = path.open("w")
-                except FileNotFoundError:  # the folder went with the last lock in it
+                except (FileExistsError, FileNotFoundError):  # the folder went with the last lock in it
+                    if path.parent.is_file():
+                        raise
                     continue
                 held.enter_context(file)
                 fcntl.flock(file, fcntl.LOCK_EX)

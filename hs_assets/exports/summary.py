@@ -30,6 +30,9 @@ def begin(folder: ExportFolder, manifest: Manifest, trainer: Trainer) -> None:
     """
     trainer.layer_ids(LayerSet.parse(manifest.layer_set))
     with folder.locked(_LOCK):
+        for name in (MANIFEST, CONFIG):  # what a killed export had not finished
+            for left in folder.root.glob(f".{name}.*.tmp"):
+                left.unlink()
         before, now = read_manifest(folder.manifest), identity(manifest, trainer)
         if before is None and folder.root.exists() and any(folder.root.iterdir()):
             raise ExportError("this folder is not empty, and no export", where=folder.root, remedy="choose another folder")

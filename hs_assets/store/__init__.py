@@ -19,6 +19,7 @@
     lineage.py      a record a row; those of a source row, a run or a state spec
     verify.py       the store against its own promises
     gc.py           what can go
+    processes.py    workers that end with who started them
 
 README.md beside this specifies the format.
 """

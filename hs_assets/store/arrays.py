@@ -25,7 +25,6 @@ NO_CHUNK = 2**64 - 1
 _DTYPES = {"bfloat16": BFLOAT16} | {n: np.dtype(n) for n in ("bool", "int32", "int64", "uint16", "float16", "float32")}
 _CHUNK_CODECS = (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
 _INDEX_CODECS = ["bytes", "crc32c"]
-_PIECE_BYTES = 1 << 18
 _scratch = threading.local()
 
 
@@ -160,23 +159,17 @@ def _names(codecs: list[dict[str, Any]]) -> list[str]:
 
 
 def _read_plain(descriptor: int, place: int, length: int, skip: int, chunk: int, out: np.ndarray) -> None:
-    """``out.nbytes`` bytes of a chunk of `chunk` bytes, behind the first `skip`; the others are read for the checksum.
-
-    In pieces that a core's cache still holds when their checksum is made.
-    """
+    """``out.nbytes`` bytes of a chunk of `chunk` bytes, behind the first `skip`; the others are read for the checksum."""
     if length != chunk + CRC_BYTES:
         raise ValueError(f"{length} bytes, not {chunk + CRC_BYTES}")
-    crc, at, end, beside = 0, 0, skip + out.nbytes, _buffer(_PIECE_BYTES)
-    while at < chunk:
-        if skip <= at < end:
-            piece = out[at - skip : at - skip + _PIECE_BYTES]
-        else:
-            piece = beside[: min(_PIECE_BYTES, (skip if at < skip else chunk) - at)]
-        if os.preadv(descriptor, [piece.data], place + at) != piece.nbytes:
-            raise ValueError("it is cut")
+    beside = _buffer(length - out.nbytes)
+    before, after, stored = beside[:skip], beside[skip:-CRC_BYTES], beside[-CRC_BYTES:]
+    if os.preadv(descriptor, [piece.data for piece in (before, out, after, stored)], place) != length:
+        raise ValueError("it is cut")
+    crc = 0
+    for piece in (before, out, after):
         crc = google_crc32c.extend(crc, piece)
-        at += piece.nbytes
-    if os.pread(descriptor, CRC_BYTES, place + chunk) != crc.to_bytes(CRC_BYTES, "little"):
+    if stored.tobytes() != crc.to_bytes(CRC_BYTES, "little"):
         raise ValueError("its checksum is wrong")
 
 

@@ -55,6 +55,7 @@ class Question:
 
     sample_id: str | None = None
     layer_set: str | None = None
+    partition: str | None = None
     source: str | None = None
     """Name or path of a source."""
     source_row: int | None = None
@@ -65,6 +66,7 @@ class Question:
         """Whether a row is an answer."""
         return (
             self.sample_id in (None, row.sample_id)
+            and self.partition in (None, row.partition)
             and self.source in (None, row.source_name, row.source_path)
             and self.source_row in (None, row.source_row)
             and (self.run_id is None or self.run_id in row.run_ids)
@@ -81,11 +83,14 @@ def lineage_rows(store: Store, question: Question | None = None) -> Iterator[Lin
     question = question or Question()
     for layer_set in store.layer_sets() if question.layer_set is None else [question.layer_set]:
         for manifest in store.manifests(layer_set):
-            rows: list[StoredSample | UnstoredRow] = [*manifest.samples, *manifest.unstored]
-            for row in sorted(rows, key=lambda row: row.sample_id):
-                answer = _row(manifest, row)
-                if question.fits(answer):
-                    yield answer
+            yield from filter(question.fits, lineage_of(manifest))
+
+
+def lineage_of(manifest: Manifest) -> Iterator[LineageRow]:
+    """A record for each row of a partition, in their order."""
+    rows: list[StoredSample | UnstoredRow] = [*manifest.samples, *manifest.unstored]
+    for row in sorted(rows, key=lambda row: row.sample_id):
+        yield _row(manifest, row)
 
 
 def _row(manifest: Manifest, row: StoredSample | UnstoredRow) -> LineageRow:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hs_assets.errors import StoreError
 from hs_assets.store.arrays import open_array
 from hs_assets.store.layout import StorePaths, publish_folder, remove_tree
 
@@ -38,13 +39,24 @@ def write_final_norm(paths: StorePaths, weight_fingerprint: str, model_class: st
 
 
 def read_final_norm(paths: StorePaths, weight_fingerprint: str) -> tuple[np.ndarray, float] | None:
-    """A model's final norm, weight float32 [H] and eps, as it was written; None where it is not known."""
-    if not paths.model(weight_fingerprint).exists():
-        return None
-    import zarr
+    """A model's final norm, weight float32 [H] and eps, as it was written; None where it is not known.
 
-    group = zarr.open_group(paths.model(weight_fingerprint), mode="r")
-    return np.asarray(group["final_norm_weight"]), float(str(group.attrs["eps"]))
+    Raises:
+        StoreError: it is damaged.
+    """
+    folder = paths.model(weight_fingerprint)
+    if not folder.exists():
+        return None
+    try:
+        weight = open_array(folder / "final_norm_weight").read()
+        eps = float(json.loads((folder / "zarr.json").read_text())["attributes"]["eps"])
+        problem = None if weight.any() else "every weight is 0"  # as a chunk that is gone reads
+    except (OSError, LookupError, ValueError, TypeError) as error:
+        problem = repr(error)
+    if problem is not None:
+        remedy = "remove the folder, then materialise a partition again"
+        raise StoreError("a final norm cannot be read", where=folder, got=problem, remedy=remedy)
+    return weight, eps
 
 
 def _write_once(destination: Path, arrays: dict[str, np.ndarray], attributes: dict[str, object]) -> None:

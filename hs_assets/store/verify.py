@@ -19,6 +19,7 @@ from hs_assets.errors import HsAssetsError, StoreError
 from hs_assets.store.arrays import open_array
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, StoredSample, read_manifest
+from hs_assets.store.processes import end_with_parent
 from hs_assets.store.reader import Store, open_generation
 
 _SAMPLES_AT_ONCE = 16
@@ -74,7 +75,8 @@ def verify(store: Store, processes: int | None = None) -> Iterator[Checked]:
     if processes == 1 or len(tasks) < 3:
         yield from map(partial(_check, store.paths), tasks)
     else:
-        with ProcessPoolExecutor(min(processes, len(tasks)), multiprocessing.get_context("forkserver")) as pool:
+        context = multiprocessing.get_context("forkserver")
+        with ProcessPoolExecutor(min(processes, len(tasks)), context, end_with_parent) as pool:
             yield from pool.map(partial(_check, store.paths), tasks)
     yield from _final_norms(store.paths)
 

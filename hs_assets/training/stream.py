@@ -55,7 +55,8 @@ class StateLoader:
     """A DataLoader over a stream that knows which batch was given last, whatever its workers have read ahead.
 
     Iterating gives the rest of the epoch, and the next time the next epoch. The memory of a batch is used again: it is valid
-    until the next but one is asked for (of the same worker), so clone or move to a device what is to live longer.
+    until the next but one is asked for (of the same worker), so clone or move to a device what is to live longer. A copy that
+    does not block (``non_blocking=True``) must have ended by then, too.
 
     Arguments:
         num_workers: processes that read; 0 reads in this one.

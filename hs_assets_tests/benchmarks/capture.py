@@ -6,6 +6,7 @@
     B   the scripts that this replaces: one request at a time, .cpu(), torch.save to /dev/shm, wait for the file
     C   SGLang's return_hidden_states, last layer, JSON
     D   ours, up to the last commit record; the consumer frees each dump as it comes
+    S   prompts of mixed lengths, one at a time: ours must be B's to the byte, which copies before the forward pass goes on
     V   the same under mixed load, and each row is held against the checksum that was made on the device
     P   the whole pipeline into the zarr store, `--runs` partitions at once, each in its own process
     Q   the same prompts alone and 32 at a time: quantiles of the cosine of each row's states, which differ in bf16 by the batch
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -123,6 +125,12 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(times.user + times.system for times in (member.cpu_times() for member in family))
 
 
+def anonymous_bytes(process: psutil.Process) -> int:
+    """Memory of a process and all below it that is no file's: not the blocks, nor the spool, which are shared."""
+    statuses = (Path(f"/proc/{one.pid}/status").read_text() for one in [process, *process.children(recursive=True)])
+    return sum(int(line.split()[1]) << 10 for status in statuses for line in status.splitlines() if line.startswith("RssAnon"))
+
+
 def measure(
     variant: str, in_flight: int, lengths: str, prompts: list[Prompt], server: psutil.Process, send: Callable[[Prompt], int]
 ) -> Measurement:
@@ -187,13 +195,19 @@ def ask_with_states(url: str, http: httpx.Client, prompt: Prompt) -> int:
     return len(response.content)
 
 
-def ask_old(url: str, http: httpx.Client, spool: Path, prompt: Prompt) -> int:
-    """Variant B: trigger, wait for the file, remove it."""
+def write_old(url: str, http: httpx.Client, spool: Path, prompt: Prompt) -> Path:
+    """Variant B: trigger, wait for the file."""
     rid = f"old.{prompt.row}.{time.monotonic_ns()}.T{len(prompt.input_ids)}"
     ask(http, url, rid, prompt.input_ids.tolist())
     path = spool / f"{rid}.pt"
     while not path.exists():
         time.sleep(0.001)
+    return path
+
+
+def ask_old(url: str, http: httpx.Client, spool: Path, prompt: Prompt) -> int:
+    """The same, and the file is removed."""
+    path = write_old(url, http, spool, prompt)
     size = path.stat().st_size
     path.unlink()
     return size
@@ -224,7 +238,7 @@ def report(lines: list[Measurement], machine: str) -> str:
         base = plain.get((line.in_flight, line.lengths), best)
         ratio = f"{line.rate / base.rate:.3f}" if base else "-"
         beyond = line.server_cpu_seconds - (base.server_cpu_seconds * line.tokens / base.tokens if base else 0)
-        each = f"{beyond / (line.bytes / 1e9):.2f}" if line.bytes and line.variant in "DVQMP" else "-"
+        each = f"{beyond / (line.bytes / 1e9):.2f}" if line.bytes and line.variant in "DSVQMP" else "-"
         written = f"{line.bytes / 1e9 / line.seconds:.2f}" if line.bytes else "-"
         counts = (line.in_flight, line.lengths, line.requests, f"{line.rate:,.0f}")
         rows.append(_row(line.variant, (*counts, ratio, written, each, f"{line.seconds:.1f}")))
@@ -285,6 +299,17 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
         return make_prompts(kind, arguments.tokens, max(int(rate * seconds), arguments.tokens * flight * 2), vocab)
 
     with httpx.Client(timeout=900, limits=httpx.Limits(max_connections=256), trust_env=False) as http:
+        old: dict[int, str] = {}
+        mixed = make_prompts("log-normal", 0, int(arguments.guess), vocab) if "S" in variants else []
+        if {"B", "S"} & set(variants):
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as spool:
+                env = {**without_plugin, **_old_plugin(root, target, spool)}
+                with plain_server(list(target.argv), env, root / "b.log") as (url, server):
+                    few = make_prompts("equal", arguments.tokens, arguments.tokens * 24, vocab)
+                    measure("warm", 1, "equal", few[:2], server, lambda p: ask_old(url, http, Path(spool), p))
+                    if "B" in variants:
+                        yield measure("B", 1, "equal", few, server, lambda p: ask_old(url, http, Path(spool), p))
+                    old = _digests(str(target.python), {p.row: write_old(url, http, Path(spool), p) for p in mixed})
         with _servers(variants, project, target, root) as (plain, ours):
             for kind, flight in itertools.product(kinds, flights) if {"A", "D"} & set(variants) else ():
                 warm = make_prompts(kind, arguments.tokens, arguments.tokens * flight * 2, vocab)
@@ -298,6 +323,8 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
                         yield measure("A", flight, kind, prompts, plain[1], partial(ask_plain, plain[0], http))
                     if ours and "D" in variants:
                         yield measure_ours(flight, kind, prompts, project, target, ours)
+            if ours and "S" in variants:
+                yield _synchronous(mixed, old, project, target, ours)
             if ours and "V" in variants:
                 yield _verified(make_prompts("log-normal", 0, arguments.rows, vocab), project, target, ours)
             if ours and "Q" in variants:
@@ -315,13 +342,6 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
                     budget = int(rates.get(("equal", flight), arguments.guess) * arguments.seconds / 3)
                     prompts = make_prompts("equal", arguments.tokens, budget, vocab, seed=200 + flight)
                     yield measure("defaults", flight, "equal", prompts, server, lambda p: ask_plain(url, http, p))
-        if "B" in variants:
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as spool:
-                env = {**without_plugin, **_old_plugin(root, target, spool)}
-                with plain_server(list(target.argv), env, root / "b.log") as (url, server):
-                    few = make_prompts("equal", arguments.tokens, arguments.tokens * 24, vocab)
-                    measure("warm", 1, "equal", few[:2], server, lambda p: ask_old(url, http, Path(spool), p))
-                    yield measure("B", 1, "equal", few, server, lambda p: ask_old(url, http, Path(spool), p))
         if "C" in variants:
             argv = [*target.argv, "--enable-return-hidden-states"]
             with plain_server(argv, without_plugin, root / "c.log") as (url, server):
@@ -341,7 +361,7 @@ def _servers(
     plain, ours = None, None
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         starting = None
-        if set("DVQMP") & set(variants):
+        if set("DSVQMP") & set(variants):
             lease = lease_server(ServerFolder(project.home.server), make_launch_plan(project, target), "benchmark", say)
             starting = pool.submit(stack.enter_context, lease)
         if "A" in variants:
@@ -350,6 +370,35 @@ def _servers(
             ours = starting.result()
         yield plain, ours
     stop_server(ServerFolder(project.home.server), say, force=True)
+
+
+_DIGEST = """
+import hashlib, json, sys, torch
+for row, path in json.loads(sys.argv[1]).items():
+    states = torch.stack(torch.load(path, weights_only=True)["hidden_states"], 1).contiguous()  # [T, slots, H]
+    print(json.dumps([int(row), hashlib.sha256(states.view(torch.uint8).numpy()).hexdigest()]))
+"""
+
+
+def _digests(python: str, files: dict[int, Path]) -> dict[int, str]:
+    """Row → sha256 of the states in a file of variant B, [tokens, slots, hidden]; read where torch is."""
+    command = [python, "-c", _DIGEST, json.dumps({row: str(path) for row, path in files.items()})]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(line) for line in result.stdout.splitlines())
+
+
+def _synchronous(prompts: list[Prompt], old: dict[int, str], project: Project, target: Target, state: ServerState) -> Measurement:
+    equal: list[bool] = []
+
+    def look(captured: Captured) -> None:
+        states = load_sample(captured.prompt, captured.files).states
+        equal.append(hashlib.sha256(states.tobytes()).hexdigest() == old[captured.prompt.row])
+
+    line = measure_ours(1, "log-normal", prompts, project, target, state, "S", look)
+    say(f"    {sum(equal)} of {len(prompts)} dumps ({line.tokens:,} rows) are to the byte what the synchronous scripts wrote")
+    if not all(equal) or len(equal) != len(prompts):
+        raise SystemExit("dumps differ from those of the synchronous scripts")
+    return line
 
 
 def _verified(prompts: list[Prompt], project: Project, target: Target, state: ServerState) -> Measurement:
@@ -398,7 +447,7 @@ def _many(prompts: list[Prompt], project: Project, target: Target, state: Server
     def look(captured: Captured) -> None:
         seen.add((captured.files.rid, CommitRecord.read(captured.files.commit).rid))
         if len(seen) in (len(prompts) // 2, len(prompts)):
-            memory[len(seen)] = sum(one.memory_info().rss for one in server.children(recursive=True))
+            memory[len(seen)] = anonymous_bytes(server)
 
     line = measure_ours(64, "equal 64", prompts, project, target, state, "M", look)
     left = list(Spool(Path(state.spool)).dumps.iterdir())
@@ -490,7 +539,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--python", default="", help="SGLang's interpreter; empty for the CPU engine")
-    parser.add_argument("--variants", default="A,defaults,B,C,E,D,V,Q,M,P")
+    parser.add_argument("--variants", default="A,defaults,B,C,E,D,S,V,Q,M,P")
     parser.add_argument("--in-flight", default="1,8,32")
     parser.add_argument("--lengths", default="equal,log-normal")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the equal prompts")
