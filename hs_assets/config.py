@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hs_assets.errors import ConfigError
-from hs_assets.settings import Settings, SourceSettings
+from hs_assets.settings import Settings, SourceSettings, explain
 from hs_assets.wire.rid import MAX_PARTITION_CHARS, is_partition_key
 
 HOME_ENV = "HS_ASSETS_HOME"
@@ -93,7 +93,8 @@ class Project:
 
     @property
     def spool_path(self) -> Path:
-        return self.settings.server.spool_root / self.home.spool_name
+        server = self.settings.server
+        return server.spool or server.spool_root / self.home.spool_name
 
 
 def load_project(home: str | Path | None = None, config: str | Path | None = None) -> Project:
@@ -137,15 +138,7 @@ def parse_settings(text: str, where: str) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("the configuration is not TOML", where=where, got=error) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            "a value in the configuration cannot be used",
-            where=f"{where}: {field}",
-            expected=first["msg"],
-            got=repr(first["input"])[:120],
-            remedy="the README lists all settings",
-        ) from error
+        raise explain(error, where) from error
 
 
 def _absolute(settings: Settings, base: Path, home: Home) -> Settings:
@@ -162,10 +155,12 @@ def _absolute(settings: Settings, base: Path, home: Home) -> Settings:
             remedy='give one of them a name = "…"',
         )
     store_path = settings.store.path and base / settings.store.path
+    spool = settings.server.spool and base / settings.server.spool
     return settings.model_copy(
         update={
             "model": settings.model.model_copy(update={"path": model_path}),
             "prompts": settings.prompts.model_copy(update={"sources": sources}),
+            "server": settings.server.model_copy(update={"spool": spool}),
             "store": settings.store.model_copy(update={"path": store_path}),
         }
     )

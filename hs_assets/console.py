@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import shutil
@@ -19,7 +20,7 @@ from hs_assets.config import DEFAULT_HOME, Project
 from hs_assets.extraction.status import COMPLETE, PartitionStatus
 from hs_assets.samples.readable import runs, visible
 from hs_assets.samples.show import ShownRow
-from hs_assets.serving.state import LeaseRecord, ServerState
+from hs_assets.serving.state import UP, LeaseRecord, ServerState
 from hs_assets.store.reader import Lineage
 from hs_assets.wire.records import CountersRecord
 
@@ -84,14 +85,16 @@ def server_lines(
     """What is known of a server, a line each."""
     if state is None:
         return ["no server was started in this home"]
+    owner = "started by somebody else" if state.attached else f"watchdog {state.watchdog_pid}"
+    uptime = f", up for {datetime.timedelta(seconds=round(time.time() - state.started_at))}" if phase == UP else ""
     lines = [
         f"server    {state.server}: {phase}",
         f"model     {state.model_path}",
         f"identity  {state.identity}, states {state.state_fingerprint}, residual ids {', '.join(map(str, state.residual_ids))}",
-        f"process   {state.pid} (SGLang {state.sglang_version}), watchdog {state.watchdog_pid}, at {state.url}",
-        f"up since  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.started_at))}",
+        f"process   {state.pid} (SGLang {state.sglang_version}), {owner}, at {state.url}",
+        f"started   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.started_at))}{uptime}",
         f"spool     {state.spool}: {dumps} requests and dumps have room, {used:,} of {state.spool_bytes:,} bytes",
-        f"log       {state.log}",
+        f"log       {state.log or 'where it was started'}",
         f"says      {state.message}",
     ]
     if counters is not None:

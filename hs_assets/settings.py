@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hs_assets.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 _TurnFormat = Literal["messages", "conversations", "nemo", "prompt_completion", "turns", "prompt"]
@@ -82,6 +85,11 @@ class ResponseSettings(_Section):
 class ServerSettings(_Section):
     """The SGLang server."""
 
+    url: str = Field(default="", pattern=r"^(https?://[^/]+/?)?$")
+    """Of a server on this host that somebody else started (`hs-assets server command`); empty to have our own. The other
+    settings say what it must be."""
+    spool: Path | None = None
+    """Where its dumps come; by default a folder of `spool_root` that is this home's."""
     python: str = ""
     """Interpreter of SGLang's environment; empty for the CPU engine that `hs-assets engine install` makes."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -159,3 +167,51 @@ class Settings(_Section):
     store: StoreSettings = StoreSettings()
     rules: RuleSettings = RuleSettings()
     automation: AutomationSettings = AutomationSettings()
+
+
+_BOUNDS = {"greater_than": ("more than", "gt"), "greater_than_equal": ("at least", "ge")}
+_BOUNDS |= {"less_than": ("less than", "lt"), "less_than_equal": ("at most", "le")}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list"}
+_KINDS |= {"path": "a path", "model": "a section", "dict": "a table of names and texts"}
+
+
+def explain(error: ValidationError, where: str) -> ConfigError:
+    """What is wrong with the first value of a configuration that cannot be used; `where` names the configuration."""
+    first = error.errors(include_url=False)[0]
+    names = [str(part) for part in first["loc"]]
+    kind, context = first["type"], first.get("ctx", {})
+    problem, got, remedy = (
+        "a value in the configuration cannot be used",
+        repr(first["input"])[:120],
+        "the README lists all settings",
+    )
+    if kind == "extra_forbidden":
+        known = _section(names[:-1])
+        near = difflib.get_close_matches(names[-1], known, 1)
+        problem, expected = "there is no such setting", f"one of {', '.join(known)}"
+        remedy = f"{near[0]} may be meant" if near else remedy
+    elif kind == "missing":
+        problem, expected, got = "a setting is missing", f"a value for {names[-1]}", "none"
+    elif names[0] == "layers":
+        names, expected = ["layers"], 'a list of residual ids, such as [3, 31, 59], or "eagle3"'
+    elif kind in _BOUNDS:
+        words, name = _BOUNDS[kind]
+        expected = f"{words} {context[name]}"
+    elif kind == "literal_error":
+        expected = context["expected"]
+    elif kind == "string_pattern_mismatch":
+        expected = "http://HOST:PORT" if names[-1] == "url" else f"a text like {context['pattern']}"
+    else:
+        expected = _KINDS.get(kind.split("_")[0], first["msg"])
+    return ConfigError(problem, where=f"{where}: {'.'.join(names)}", expected=expected, got=got, remedy=remedy)
+
+
+def _section(names: list[str]) -> list[str]:
+    """The settings of a section, which is named by the way to it."""
+    section: type[BaseModel] = Settings
+    for name in names:
+        if name.isdigit():  # a place in a list
+            continue
+        inner = section.model_fields[name].annotation
+        section = next(one for one in (inner, *get_args(inner)) if isinstance(one, type) and issubclass(one, BaseModel))
+    return sorted(section.model_fields)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import dagster as dg
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
 from dagster._core.test_utils import create_test_daemon_workspace_context
@@ -22,10 +26,14 @@ from hs_assets.defs import retry
 from hs_assets.defs.build import build_definitions
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
+from hs_assets.errors import ExtractionError
+from hs_assets.extraction import preflight
+from hs_assets.extraction.backfill_room import Wanted, require_room
+from hs_assets.serving.launch import resolve
 from hs_assets.serving.state import FAILED, ServerFolder
 from hs_assets.store import open_store
 from hs_assets.wire.rid import Rid
-from hs_assets_tests.conftest import write_project
+from hs_assets_tests.conftest import say, write_project
 from hs_assets_tests.fake_server import fake_server
 from hs_assets_tests.test_extract import make_prompts, write_rows
 
@@ -153,6 +161,65 @@ def test_a_failed_partition_leaves_the_others_alone_and_is_redone_alone(
         KEYS[1]: {"in": 2, "stored": 1, "dropped": {"rejected(finite)": 1}, "failed": {}},
         KEYS[2]: whole,
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*AssetSelection.sources:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*shutdown_asyncgens:RuntimeWarning")
+def test_a_backfill_that_cannot_fit_is_refused_before_the_first_request_though_each_partition_would(
+    project: Project, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_prompts(project)
+    tokens = [sum(map(len, pq.read_table(project.home.prompts / f"{key}.parquet")["input_ids"].to_pylist())) for key in KEYS]
+    hidden = json.loads((project.settings.model.path / "config.json").read_text())["hidden_size"]
+    needed = [count * 3 * hidden * 2 for count in tokens]  # two layers and the final state, in bf16
+    free = sum(needed) - 1
+    assert max(needed) < free / 2
+    real = shutil.disk_usage
+
+    def usage(path: Path) -> object:
+        return real(path) if str(path).startswith("/dev/shm") else SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with fake_server(project) as server:
+        build_definitions(project).resolve_job_def("record_layer_set").execute_in_process(instance=instance)
+        runs = backfill(project, instance, "too-large", KEYS, tmp_path)
+        assert [run.status for run in runs] == [dg.DagsterRunStatus.FAILURE] * 3
+        assert server.rows == []
+        said = [
+            str(entry.dagster_event.step_failure_data)
+            for run in runs
+            for entry in instance.all_logs(run.run_id)
+            if entry.is_dagster_event and entry.dagster_event.is_step_failure
+        ]
+        assert len(said) == 3
+        assert all(f"{sum(needed):,} bytes are needed, {free:,} are free" in one for one in said)
+
+        (run,) = backfill(project, instance, "one-of-them", KEYS[:1], tmp_path)
+        assert (run.status, sorted(server.rows)) == (dg.DagsterRunStatus.SUCCESS, [0, 1])
+        free = needed[1] + needed[2]  # that one is stored: the other two need no more than this
+        runs = backfill(project, instance, "the-rest", KEYS, tmp_path)
+        assert [run.status for run in runs] == [dg.DagsterRunStatus.SUCCESS] * 3
+        assert sorted(server.rows) == [0, 0, 0, 1, 1, 1]
+
+
+def test_room_that_is_made_is_enough_and_what_fits_is_looked_at_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_prompts(project)
+    target, looked = resolve(project), list[str]()
+    free = 1
+
+    def wanted() -> Wanted:
+        looked.append("once")
+        return Wanted(KEYS, kept=False)
+
+    monkeypatch.setattr(preflight, "free_bytes", lambda _root: free)
+    for _ in range(2):
+        with pytest.raises(ExtractionError, match=r"cannot fit(.|\n)*3 partitions(.|\n)*1 are free"):
+            require_room(project, target, "b", wanted, say)
+    free = 1 << 40
+    require_room(project, target, "b", wanted, say)
+    free = 1  # it was begun: from now on each partition looks after itself
+    require_room(project, target, "b", wanted, say)
+    assert looked == ["once"]
 
 
 def test_every_partition_has_a_run_of_its_own(project: Project) -> None:

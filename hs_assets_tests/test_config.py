@@ -44,13 +44,15 @@ def test_arguments_win_over_the_environment_and_that_over_the_homes_file(tmp_pat
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     config = tmp_path / "etc" / "c.toml"
     config.parent.mkdir()
-    config.write_text(MINIMAL + '[store]\npath = "/mnt/store.zarr"\n')
+    config.write_text(MINIMAL + '[store]\npath = "/mnt/store.zarr"\n[server]\nspool = "../spool"\n')
     project = load_project(tmp_path / "home", config)
+    assert project.spool_path == tmp_path / "etc" / "../spool"
     assert project.settings.model.path == tmp_path / "etc" / "models" / "m"
     assert project.settings.prompts.sources[0].path == tmp_path / "etc" / "data" / "chats.v2.jsonl"
     assert project.settings.prompts.sources[0].name == "chats"
     assert project.store_path == Path("/mnt/store.zarr")
-    assert project.spool_path.parent == Path("/dev/shm")
+    config.write_text(MINIMAL)
+    assert load_project(tmp_path / "home", config).spool_path.parent == Path("/dev/shm")
 
 
 def test_two_homes_have_two_spools(tmp_path: Path) -> None:
@@ -64,11 +66,23 @@ def test_two_homes_have_two_spools(tmp_path: Path) -> None:
         ("layers = [", "the configuration is not TOML"),
         (
             MINIMAL + "[server]\nchunk_tokens = 0\n",
-            r"server\.chunk_tokens(.|\n)*expected: Input should be greater than 0(.|\n)*got: 0",
+            r"server\.chunk_tokens(.|\n)*expected: more than 0\n  got: 0",
         ),
-        (MINIMAL + "[server]\nchunk_token = 5\n", r"server\.chunk_token\n(.|\n)*Extra inputs are not permitted"),
+        (MINIMAL + "[server]\nchunk_token = 5\n", r"no such setting(.|\n)*server\.chunk_token\n(.|\n)*remedy: chunk_tokens may"),
         (MINIMAL + "[prompts]\nmax_tokens = 1\n", "prompts"),
-        ('[model]\npath = "m"\n', "prompts"),
+        ('[model]\npath = "m"\n', r"a setting is missing(.|\n)*where: c.toml: prompts\n  expected: a value for prompts"),
+        ("[[prompts.sources]]\npath = 'x'\n[model]\n", r"where: c.toml: model\.path\n"),
+        (MINIMAL + 'fromat = "text"\n', r"prompts\.sources\.0\.fromat\n  expected: one of format, name, path\n(.|\n)*format may"),
+        (
+            'layers = "all"\n' + MINIMAL + "[rules]\nprefix_share = 1.5\n",
+            r"rules\.prefix_share\n  expected: at most 1\.?0?\n  got: 1.5",
+        ),
+        ("layers = [2.5]\n" + MINIMAL, r"where: c.toml: layers\n  expected: a list of residual ids, such as (.|\n)*\"eagle3\""),
+        (MINIMAL + '[server]\nwriters = "four"\n', r"server\.writers\n  expected: a whole number\n  got: 'four'"),
+        (MINIMAL + "[server]\nenv = { X = 1 }\n", r"server\.env\.X\n  expected: a text\n  got: 1"),
+        (MINIMAL + "[server]\nargs = 5\n", r"server\.args\n  expected: a list\n  got: 5"),
+        (MINIMAL + '[server]\nurl = "host:3000"\n', r"server\.url\n  expected: http://HOST:PORT\n  got: 'host:3000'"),
+        ("server = 3\n" + MINIMAL, r"c.toml: server\n  expected: a section\n  got: 3"),
         (MINIMAL + 'format = "sharegpt"\n', r"prompts\.sources\.0\.format(.|\n)*'messages'"),
         (MINIMAL.replace("[model]", "[model]\nrevision = 3"), r"model\.revision"),
         (MINIMAL + "[responses]\ntemperature = -0.1\n", r"responses\.temperature"),
@@ -88,14 +102,25 @@ def test_errors_name_the_field(text: str, message: str) -> None:
         '[[prompts.sources]]\npath = "x.jsonl"\nname = "a/b"\n',
         '[[prompts.sources]]\npath = "x.jsonl"\nname = ".."\n',
         f'[[prompts.sources]]\npath = "x.jsonl"\nname = "{"n" * 140}"\n',
+        '[[prompts.sources]]\npath = "x.jsonl"\nname = "a,b"\n',
+        '[[prompts.sources]]\npath = "x.jsonl"\nname = "a\\nb"\n',
+        '[[prompts.sources]]\npath = "x.jsonl"\nname = "a\\n"\n',
+        '[[prompts.sources]]\npath = ".jsonl/"\nname = " "\n',
+        '[[prompts.sources]]\npath = "x.jsonl"\nname = "größe"\n',
     ],
-    ids=["the same name twice", "a slash", "dots", "too long"],
+    ids=["the same name twice", "a slash", "dots", "too long", "a comma", "a line break", "one at the end", "a blank", "letters"],
 )
 def test_names_of_sources_must_make_partition_keys(tmp_path: Path, sources: str) -> None:
     config = tmp_path / "c.toml"
     config.write_text('[model]\npath = "m"\n' + sources)
     with pytest.raises(ConfigError, match=r"remedy: give (one of them|it) a name"):
         load_project(tmp_path, config)
+
+
+def test_a_file_name_is_made_safe(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('[model]\npath = "m"\n[[prompts.sources]]\npath = "chats, of\\nmay größe.jsonl"\n')
+    assert load_project(tmp_path, config).settings.prompts.sources[0].name == "chats-of-may-gr-e"
 
 
 def test_presets_are_valid_and_unknown_ones_are_named(tmp_path: Path) -> None:

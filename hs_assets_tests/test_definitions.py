@@ -350,6 +350,24 @@ def test_two_sources_of_one_file_name_need_names_and_another_partition_size_is_r
         load_project(project.home.root)
 
 
+@pytest.mark.parametrize("assets", [("raw_dumps", "eagle3_samples"), ("prompts",)], ids=["extraction", "prompts"])
+def test_a_run_over_a_range_of_partitions_marks_none_as_done(
+    make: Callable[..., Project], instance: dg.DagsterInstance, assets: tuple[str, ...]
+) -> None:
+    """What a backfill launched as a single run is: a step that made one of them must not count for all."""
+    project = make()
+    runs = Runs(project, instance)
+    with fake_server(project) as server:
+        runs.record()
+        range_of = {"dagster/asset_partition_range_start": "rows-00000", "dagster/asset_partition_range_end": "rows-00002"}
+        keys = [dg.AssetKey(name) for name in assets]
+        job = build_definitions(project).resolve_job_def("extract")
+        result = job.execute_in_process(instance=instance, tags=range_of, asset_selection=keys, raise_on_error=False)
+        assert not result.success
+        assert server.rows == []
+    assert {key: runs.filled(key) for key in (PROMPTS, RAW_DUMPS, SAMPLES)} == {PROMPTS: set(), RAW_DUMPS: set(), SAMPLES: set()}
+
+
 def versions(instance: dg.DagsterInstance) -> dict[str, str]:
     """Partition → data version of its samples."""
     return {key: str(version) for key, version in stored_versions(instance).items()}

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hs_assets.config import Project
-from hs_assets.errors import ExtractionError, SpoolError
+from hs_assets.config import Project, load_project
+from hs_assets.errors import ExtractionError, PromptError, SpoolError
 from hs_assets.extraction.extract import Report, capture_only, extract
 from hs_assets.extraction.status import COMPLETE, INCOMPLETE, source_indexes, sources, status
 from hs_assets.samples.conversations import Conversation, Dropped
@@ -353,6 +353,35 @@ def test_changed_masks_ask_the_server_for_nothing(make: Callable[..., Project]) 
     sample = store.layer_set("r2-4-8")[0]
     assert sample.lineage.prompts_version == second.manifest.prompts.version
     assert sample.loss_mask.sum() == second.manifest.samples[0].supervised_tokens > 0
+
+
+@pytest.mark.parametrize("changed", ["chat template", "tokenizer", "template in the tokenizer's file"])
+def test_prompts_of_another_template_or_tokenizer_are_not_extracted(make: Callable[..., Project], changed: str) -> None:
+    project = make(3)
+    model = project.home.root / "model"
+    shutil.copytree(project.settings.model.path, model)
+    template, config = model / "chat_template.jinja", model / "tokenizer_config.json"
+    if changed.startswith("template"):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template.read_text()}))
+        template.unlink()
+    text = project.home.config.read_text()
+    project.home.config.write_text(text.replace(str(project.settings.model.path), str(model)))
+    project = load_project(project.home.root)
+    make_prompts(project)
+    if changed == "chat template":
+        template.write_text(template.read_text().replace("<|im_end|>", " <|im_end|>"))
+    elif changed == "tokenizer":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "clean_up_tokenization_spaces": True}))
+    else:
+        said = json.loads(config.read_text())
+        config.write_text(json.dumps({**said, "chat_template": said["chat_template"].replace("<|im_end|>", " <|im_end|>")}))
+    with fake_server(project) as server:
+        for extraction in (run, lambda project: capture_only(project, resolve(project), "rows-00000", say)):
+            with pytest.raises(PromptError, match=r"changed since the prompts were made(.|\n)*remedy: materialise prompts"):
+                extraction(project)
+        assert server.rows == []
+        make_prompts(project)
+        assert run(project).problems == []
 
 
 _MARKED = (

@@ -315,6 +315,14 @@ def test_a_packed_file(name: str, tmp_path: Path) -> None:
     assert "unpack" in (error.value.remedy or "")
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.CSV", "rows.tsv", "rows.xlsx"])
+def test_a_sheet(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("question,answer\n1,2\n")
+    with pytest.raises(PromptError, match="sheet of cells") as error:
+        read_all(tmp_path, tmp_path / name)
+    assert "to_json('rows.jsonl', orient='records', lines=True)" in (error.value.remedy or "")
+
+
 # Folders
 
 

@@ -1,6 +1,7 @@
 """What is on disk stays readable: today's code writes the golden files byte for byte, and reads them.
 
 A change that these tests see needs a new version constant, and new golden files: python -m hs_assets_tests.test_golden
+Fields that are added, and that those who read without them pass over, need no new version: then the file of before stays too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from hs_assets.capture import assembly
 from hs_assets.capture.assembly import DumpFacts
 from hs_assets.store.arrays import open_array
 from hs_assets.store.dtype import as_bits
-from hs_assets.store.layout import STORE_VERSION, check, create
+from hs_assets.store.layout import STORE_VERSION, StorePaths, check, create
 from hs_assets.store.manifest import (
     MANIFEST_VERSION,
+    Ledger,
     Manifest,
     Part,
     PromptsVersion,
@@ -31,6 +33,7 @@ from hs_assets.store.manifest import (
     UnstoredRow,
     read_manifest,
 )
+from hs_assets.store.summary import ManifestSummary, find_summary
 from hs_assets.store.writer import ArrayShape, GenerationWriter
 from hs_assets.wire.dump import DUMP_VERSION, DumpLayout, read_layout, token_sha256
 from hs_assets.wire.records import WIRE_VERSION, ClaimRecord, CommitRecord
@@ -47,6 +50,8 @@ FILES = [
     "residual_002/c/0/0",
     "compressed/zarr.json",
 ]
+BEFORE = ["manifest.without_counts.json"]
+"""Files as earlier code of the same version wrote them."""
 COMPRESSED = "compressed/c/0/0"
 """A shard that is only read: another version of zstd may make other bytes."""
 TOKEN_IDS = np.array([7, 163_839, 0], "<i4")
@@ -134,7 +139,7 @@ def test_versions_in_the_files():
 
 def test_there_is_no_other_golden_file():
     assert sorted(path.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("*") if path.is_file()) == sorted(
-        [*FILES, COMPRESSED]
+        [*FILES, *BEFORE, COMPRESSED]
     )
 
 
@@ -168,9 +173,15 @@ def test_the_commit_record_is_read():
     )
 
 
-def test_the_manifest_is_read():
-    assert read_manifest(GOLDEN / "manifest.json") == MANIFEST
-    assert json.loads((GOLDEN / "manifest.json").read_text())["ledger"] == {
+@pytest.mark.parametrize("name", ["manifest.json", *BEFORE])
+def test_the_manifest_is_read(name, tmp_path):
+    assert read_manifest(GOLDEN / name) == MANIFEST
+    place = StorePaths(tmp_path).manifest("r2-4-8", "demo-00000")
+    place.parent.mkdir(parents=True)
+    shutil.copyfile(GOLDEN / name, place)
+    ledger = Ledger(3, 1, {"too_long": 1}, {"finite": 1})
+    assert find_summary(StorePaths(tmp_path), "r2-4-8", "demo-00000") == ManifestSummary("0123456789abcdef", ledger, 3, 3)
+    assert json.loads((GOLDEN / name).read_text())["ledger"] == {
         "in": 3,
         "stored": 1,
         "dropped": {"too_long": 1},

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hs_assets.errors import ConfigError, SpoolError
+from hs_assets.serving.by_hand import hand_start
 from hs_assets.serving.launch import expose_plugin, make_launch_plan, resolve, spool_budget
+from hs_assets.wire.records import CaptureConfig
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import DEMO_TEXTS, write_project
 
@@ -53,6 +57,27 @@ def test_args_may_not_set_what_settings_set(home: Path, checkpoint: Callable[[st
     project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server='args = ["--port=1", "--dtype", "float16"]')
     with pytest.raises(ConfigError, match=r"got: \['--dtype', '--port'\]"):
         resolve(project)
+
+
+def test_how_to_start_it_by_hand_stays_the_same_until_the_configuration_changes(
+    home: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(**settings: str) -> tuple[str, CaptureConfig]:
+        project = write_project(home, checkpoint("llama"), DEMO_TEXTS, **{"top": TOP, **settings})
+        made = hand_start(project, 31000)
+        assert made.argv[-2:] == ("--port", "31000")
+        return made.as_shell(), CaptureConfig.read(Path(made.env["HS_ASSETS_CAPTURE"]))
+
+    first = script()
+    free = shutil.disk_usage("/dev/shm").free
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free // 3))
+    assert script() == script(server='url = "http://127.0.0.1:31000"') == first
+    assert script(top="layers = [3]")[1].residual_ids == (3, 8)
+    assert script(server="writers = 1")[1].server != first[1].server
+    words = shlex.split(first[0], comments=True)
+    assert words[:3] == ["rm", "-f", f"{first[1].spool}/ready/*"]
+    assert words[-2:] == ["--port", "31000"]
+    assert f"HS_ASSETS_CAPTURE={first[1].spool}/capture.json" in words
 
 
 @pytest.mark.parametrize("size", [1000, 10**15], ids=["too small for anything", "more than there is"])

@@ -16,11 +16,12 @@ from click.testing import CliRunner
 from hs_assets.cli import main
 from hs_assets.config import Project, load_project
 from hs_assets.errors import ExtractionError
-from hs_assets.extraction.extract import extract
+from hs_assets.extraction.extract import capture_only, extract
 from hs_assets.extraction.preflight import predict
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.prompts import read_partition_table, table_path, write_partition
 from hs_assets.serving.launch import resolve
+from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import say, write_project
 from hs_assets_tests.fake_server import fake_server
 from hs_assets_tests.test_extract import make_prompts, run, write_rows
@@ -83,7 +84,8 @@ def test_300_prompts_of_64k_tokens_are_refused_before_the_first_request(
     need = predict(project, wide)
     assert (need.samples, need.tokens, need.store_bytes) == (300, 300 * 65_536, needed)
     assert any("452,984,832,000 bytes are needed, 10,000,000,000 are free" in problem for problem in need.problems)
-    assert any("the dumps of 300 samples are larger than the spool" in problem for problem in need.problems)
+    assert need.larger_than_spool == 300
+    assert any("dumps are larger than the spool" in problem for problem in need.problems)
 
 
 def test_what_is_predicted_is_what_is_written_and_nothing_is_left_afterwards(make: Callable[..., Project]) -> None:
@@ -139,3 +141,26 @@ def test_a_spool_too_small_is_said_before_anything_is_started(
         with pytest.raises(Exception, match="docker run --shm-size"):
             run(load_project(project.home.root))
         assert server.rows == []
+
+
+def test_dumps_that_stay_must_fit_beside_those_of_others(make: Callable[..., Project]) -> None:
+    project = make(20)
+    target = resolve(project)
+    need = predict(project, target, [KEY], kept=True)
+    with fake_server(project):
+        report = capture_only(project, target, KEY, say)
+    assert (report.problems, report.kept) == ([], 20)
+    lying = sum(path.stat().st_size for path in Spool(project.spool_path).dumps.glob("*.safetensors"))
+    assert (need.dump_bytes, need.problems) == (lying, [])
+    after = predict(project, target, [KEY], kept=True)  # those that lie there are the ones that are needed
+    assert (after.spool_left_bytes, after.problems) == (need.spool_left_bytes, [])
+    for path in list(Spool(project.spool_path).dumps.iterdir()):  # somebody else's, as it were
+        path.rename(path.with_name(path.name.replace(KEY, "other-00000")))
+    text = project.home.config.read_text()
+    project.home.config.write_text(text.replace("spool_bytes = 200_000_000", f"spool_bytes = {(64 << 20) + 1}"))
+    narrow = load_project(project.home.root)
+    wide = dataclasses.replace(target, facts=dataclasses.replace(target.facts, hidden_size=target.facts.hidden_size * 400))
+    need = predict(narrow, wide, [KEY], kept=True)
+    assert need.spool_left_bytes == (64 << 20) + 1 - lying
+    assert [problem.partition(":")[0] for problem in need.problems] == ["the dumps cannot lie in the spool together"]
+    assert f"{need.dump_bytes:,} bytes" in need.problems[0]

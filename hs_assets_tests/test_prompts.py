@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import BatchEncoding
 
 from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Conversation, Dropped
@@ -133,6 +134,14 @@ def test_a_row_does_not_depend_on_its_neighbours(tokenizer: ChatTokenizer) -> No
         else:
             assert isinstance(beside, Prompt)
             assert beside.token_sha256 == alone.token_sha256
+
+
+def test_a_tokenizer_whose_template_gives_a_batch_encoding(tokenizer: ChatTokenizer) -> None:
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A question."}]
+    theirs = tokenizer._tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True)
+    assert isinstance(theirs, BatchEncoding)
+    (prompt,) = partition(tokenizer, json.dumps({"messages": turns}).encode()).prompts
+    assert prompt.input_ids.tolist() == theirs["input_ids"]
 
 
 def test_a_row_of_a_conversation(tokenizer: ChatTokenizer) -> None:

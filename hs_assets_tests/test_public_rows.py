@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Conversation, Dropped
 from hs_assets.samples.filters import PromptLimits
 from hs_assets.samples.formats import parse_row
@@ -26,7 +26,7 @@ from hs_assets_tests.small_tokenizer import CHATML, SPECIAL_TOKENS, chat_tokeniz
 DATA = Path(os.environ.get("HS_ASSETS_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}, the public input files (HS_ASSETS_TEST_DATA)")
 
-CHATS = sorted(path for path in DATA.glob("conversations/**/*") if path.is_file())
+CHATS = sorted(path for path in DATA.glob("conversations/**/*") if path.is_file() and path.suffix != ".csv")
 ENCODINGS = sorted(DATA.glob("encodings/*.json"))
 LIMITS = PromptLimits(max_tokens=10**7, vocab_size=1 << 20)
 ABOUT_MASKS = {"special_token_in_content", "mask_unsure", "template_error", "not_rendered"}
@@ -49,12 +49,9 @@ def rows_of(path: Path, folder: Path, tokenizer: ChatTokenizer) -> list[PromptRo
 
 @cache
 def seen_by_others(path: Path) -> list[Any]:
-    """The rows as `json`, `csv` and `pyarrow` read them; what they refuse is None."""
+    """The rows as `json` and `pyarrow` read them; what they refuse is None."""
     if path.suffix == ".parquet":
         return list(pq.read_table(path).to_pylist())
-    if path.suffix == ".csv":
-        with path.open(newline="") as file:
-            return [None for _ in csv.reader(file)]
     try:
         whole = json.loads(path.read_bytes())
         return whole if isinstance(whole, list) else [whole]
@@ -143,6 +140,12 @@ def test_every_row_of_a_public_file(path: Path, tmp_path: Path, tokenizer: ChatT
             assert row.content.reason == reason, row.content
     assert unsure <= len(rows) // 20
     print(path.name, dict(Counter(row.content.reason if isinstance(row.content, Dropped) else "kept" for row in rows)))
+
+
+def test_a_sheet_is_said_to_be_one(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    (path,) = DATA.glob("conversations/*.csv")
+    with pytest.raises(PromptError, match=r"it is a sheet of cells(.|\n)*remedy: convert it"):
+        rows_of(path, tmp_path, tokenizer)
 
 
 def check_words(row: PromptRow, theirs: dict[str, Any], tokenizer: ChatTokenizer) -> None:

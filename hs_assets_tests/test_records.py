@@ -50,6 +50,7 @@ EXAMPLES = [
         device_bytes_per_token=100_356,
         context_length=262_144,
         pid=4711,
+        argv=("launch_server.py", "--tp-size", "8"),
     ),
     RefusedRecord("server-1", 0, ("--pp-size: a rank sees only its share of the layers", "Grüße\n\u2028 'quoted'")),
     CommitRecord(

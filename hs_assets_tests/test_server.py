@@ -63,13 +63,14 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_two_first_users_start_one_server_which_then_stops_when_idle(project: Project) -> None:
     folder = ServerFolder(project.home.server)
-    with ThreadPoolExecutor(2) as pool:
-        names = list(pool.map(start, [project, project]))
-    assert names[0] == names[1]
+    with ThreadPoolExecutor(2) as pool:  # of processes
+        first, second = pool.map(lambda _: command("server", "start", "--home", project.home.root), range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert len(list(folder.logs.glob("sglang-*.log"))) == 1
 
     state = folder.read_state()
     assert state
+    assert first.stdout == second.stdout == f"{state.url}\n"
     assert "canary of 17, 96, 96 tokens passed on 1 rank(s)" in state.message
     ready = ReadyRecord.read(Spool(project.spool_path).ready_record(0))
     assert (ready.model_class, ready.residual_ids, ready.dtype, ready.chunk_tokens) == ("LlamaForCausalLM", (2, 4, 8), "BF16", 64)
@@ -79,7 +80,9 @@ def test_two_first_users_start_one_server_which_then_stops_when_idle(project: Pr
 
     listing = command("server", "status", "--json", "--home", project.home.root)
     shown = json.loads(listing.stdout)
-    assert (listing.returncode, shown["phase"], shown["server"], shown["leases"]) == (0, UP, names[0], [])
+    assert (listing.returncode, shown["phase"], shown["server"], shown["leases"]) == (0, UP, state.server, [])
+    assert (shown["pid"], shown["identity"], shown["spool_used_bytes"]) == (state.pid, state.identity, 0)
+    assert 0 < shown["uptime_seconds"] < 600
 
     deadline = time.monotonic() + 60
     while describe(folder.read_state()) != STOPPED and time.monotonic() < deadline:
@@ -124,7 +127,10 @@ def test_a_server_killed_in_the_middle_fails_the_partition_and_a_rerun_asks_for_
 
 
 def test_a_run_killed_in_the_middle_loses_nothing_that_was_captured(project: Project) -> None:
-    """The dumps of the dead run lie whole in the spool; the next run takes them, and asks for exactly the rest."""
+    """It needs another server, and waits until nobody uses the one that runs.
+
+    The dumps of the dead run lie whole in the spool; the next run takes them, and asks for exactly the rest.
+    """
     other = write_project(
         project.home.root,
         project.settings.model.path,
@@ -132,9 +138,16 @@ def test_a_run_killed_in_the_middle_loses_nothing_that_was_captured(project: Pro
         top="layers = [3, 5]",
         server=SERVER,
     )
-    dumps = Spool(other.spool_path).dumps
+    dumps, folder = Spool(other.spool_path).dumps, ServerFolder(other.home.server)
     process = multiprocessing.get_context("spawn").Process(target=extract_for_ever, args=(str(other.home.root),))
-    process.start()
+    with lease_server(folder, make_launch_plan(project, resolve(project)), "somebody", say) as used:
+        process.start()  # it needs another server, and waits for those who use this one
+        wait_for(lambda: is_starting(folder))
+        time.sleep(2)
+        assert folder.read_state() == used
+        assert used.is_up
+    wait_for(lambda: describe(folder.read_state()) == UP and folder.read_state() != used)
+    assert not lives(used.pid, used.pid_created)
     wait_for(lambda: len(list(dumps.glob("*.answer.json"))) >= 7)
     process.kill()
     process.join()
@@ -143,6 +156,12 @@ def test_a_run_killed_in_the_middle_loses_nothing_that_was_captured(project: Pro
     assert report.problems == []
     assert (report.adopted, report.requests) == (whole, 60 - whole)
     assert list(dumps.iterdir()) == []
+
+
+def is_starting(folder: ServerFolder) -> bool:
+    """Whether somebody holds the lock under which servers are started and stopped."""
+    with folder.try_start_lock() as held:
+        return not held
 
 
 def extract_for_ever(home: str) -> None:

@@ -140,6 +140,8 @@ def edit(paths, partition, change):
 
 CLAIMS = {
     "ledger": (lambda body: body["ledger"].update(stored=5), "the ledger is not that"),
+    "tokens": (lambda body: body.update(tokens=body["tokens"] + 1), "the counts of ['tokens'] are not those"),
+    "source rows": (lambda body: body.update(source_rows=0), "the counts of ['source_rows'] are not those"),
     "layer set": (lambda body: body.update(layer_set="r2-8"), "the manifest says that it is of"),
     "listed twice": (lambda body: body["samples"].__setitem__(1, body["samples"][0]), "rows listed twice"),
     "other partition": (lambda body: body["samples"][1].update(sample_id="demo-00000/0001"), "of another partition"),

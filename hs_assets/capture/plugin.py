@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,5 +122,6 @@ def _start(runner: Any, config: CaptureConfig, rank: int) -> tuple[Session, Read
         device_bytes_per_token=session.device_bytes_per_token,
         context_length=model_config.context_len,
         pid=os.getpid(),
+        argv=tuple(sys.argv),  # multiprocessing gives each process that of the one that was started
     )
     return session, ready

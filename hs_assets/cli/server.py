@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -34,7 +35,10 @@ def server() -> None:
 @server.command("start")
 @project_options
 def server_start(home: Path | None, config: str | None) -> None:
-    """Start the server, unless it runs; it stops by itself when nobody has used it for a while."""
+    """Start the server, unless it runs; it stops by itself when nobody has used it for a while.
+
+    Where server.url names one that somebody else started, that is proven instead.
+    """
     from hs_assets.serving.launch import make_launch_plan, resolve
     from hs_assets.serving.server import lease_server
     from hs_assets.serving.state import ServerFolder
@@ -44,6 +48,23 @@ def server_start(home: Path | None, config: str | None) -> None:
         ServerFolder(project.home.server), make_launch_plan(project, resolve(project)), "hs-assets server start", say
     ) as state:
         click.echo(state.url)
+
+
+@server.command("command")
+@project_options
+@json_option
+@click.option("--port", type=click.IntRange(1, 65535), default=30000, show_default=True)
+def server_command(home: Path | None, config: str | None, as_json: bool, port: int) -> None:
+    """How to start the server by hand, as a script for sh; a configuration with its server.url then uses it.
+
+    \b
+    hs-assets server command > server.sh; sh server.sh
+    hs-assets server command --json | jq .env
+    """
+    from hs_assets.serving.by_hand import hand_start
+
+    made = hand_start(load_project(home, config), port)
+    click.echo(json.dumps(made.as_json()) if as_json else made.as_shell())
 
 
 @server.command("stop")
@@ -56,7 +77,7 @@ def server_stop(home: Path | None, config: str | None, force: bool) -> None:
 
     project = load_project(home, config)
     stopped = stop_server(ServerFolder(project.home.server), say, force=force)
-    click.echo("stopped" if stopped else "no server runs")
+    click.echo("stopped" if stopped else "no server of this home's own runs")
 
 
 @server.command("status")
@@ -82,6 +103,7 @@ def server_status(home: Path | None, config: str | None, as_json: bool) -> None:
                 {
                     **known,
                     "phase": phase,
+                    "uptime_seconds": time.time() - state.started_at if state and phase == UP else None,
                     "leases": [dataclasses.asdict(lease) for lease in leases],
                     "dumps": dumps,
                     "spool_used_bytes": used,

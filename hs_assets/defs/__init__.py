@@ -13,6 +13,7 @@ report_metadata.py  what the UI shows of an extraction
 plots.py       plots in plain text
 recorded.py    what the instance knows of the samples of every partition
 reextract.py   after a change of the layer set: schedule `reextract_stale`
+backfills.py   room for all of a backfill
 processes.py   runs whose process was killed
 sensors.py     what crashes left; a page on each finished backfill
 demo.py        the demo, through a real instance

@@ -14,7 +14,7 @@ from hs_assets.config import Home, Project, read_preset
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES
 from hs_assets.defs.report_metadata import OTHER_LOGPROB, OWN_LOGPROB
 from hs_assets.errors import ConfigError, EngineError, ExtractionError
-from hs_assets.extraction.plan import make_plan
+from hs_assets.extraction.plan import compare
 from hs_assets.samples.prompts import table_path
 from hs_assets.serving import engine
 from hs_assets.serving.launch import Target, expose_plugin, make_launch_plan, resolve
@@ -96,7 +96,7 @@ def materialize(project: Project, defs: dg.Definitions, say: Say) -> Iterator[Ou
 def _needs_server(project: Project, target: Target, key: str) -> bool:
     """Whether some state of a partition is not stored yet, as far as can be told before its prompts are made."""
     made = table_path(project.home.prompts, key).exists()
-    return not made or bool(make_plan(project, target, create(project.store_path), key).to_capture)
+    return not made or bool(compare(project, target, create(project.store_path), key).to_capture)
 
 
 def _outcome(key: str, result: dg.ExecuteInProcessResult) -> Outcome:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.checks import check_results, check_specs, failed_checks
 from hs_assets.defs.layer_set import LAYER_SET, require_recorded
 from hs_assets.defs.lineage_metadata import lineage_metadata
@@ -20,7 +21,6 @@ from hs_assets.defs.report_metadata import manifest_of, raw_metadata, sample_met
 from hs_assets.defs.retry import retry_if_died
 from hs_assets.errors import SpecChangedError
 from hs_assets.extraction.extract import Report, capture_only, extract
-from hs_assets.extraction.plan import require_current
 from hs_assets.serving.launch import Target, resolve
 
 PROMPTS = dg.AssetKey("prompts")
@@ -73,7 +73,7 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
         _require_unchanged(context, project, target)
-        require_current(loaded, target, key)
+        require_room_for_backfill(context, loaded, target)
         selected = context.selected_asset_keys
         if SAMPLES not in selected:
             report = capture_only(loaded, target, key, context.log.info)

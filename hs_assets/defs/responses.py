@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.extraction import POOL
 from hs_assets.defs.processes import note_process
 from hs_assets.defs.project import ProjectResource
@@ -35,7 +36,9 @@ def build_responses(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefini
         """
         note_process(context)
         loaded, key = project.load(), context.partition_key
-        report = respond(loaded, resolve(loaded), key, context.log.info)
+        target = resolve(loaded)
+        require_room_for_backfill(context, loaded, target)
+        report = respond(loaded, target, key, context.log.info)
         if report.responses is None:
             retry_if_died(context, report.died)
             raise dg.Failure(

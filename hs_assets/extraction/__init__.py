@@ -4,6 +4,7 @@ respond.py        rows answered by the target model itself
 generations.py    what it generated, turn by turn
 plan.py           what is stored already, and what the server must be asked for
 preflight.py      what extracting them would take, before anything is asked for
+backfill_room.py  the same for a whole backfill, once
 intake.py         dumps in: validated, appended, published, freed
 extract.py        the whole of it, and the report
 status.py         the ledger of every partition

@@ -18,6 +18,7 @@ from hs_assets.samples.filters import limits_of
 from hs_assets.samples.prepare import prompt_options
 from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_table
 from hs_assets.samples.responses import read_responses
+from hs_assets.samples.tokenizer import changed_since
 from hs_assets.serving.launch import Target
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, Part, UnstoredRow, manifests_of
@@ -79,10 +80,11 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
     """What `compare` finds, if there is room for it.
 
     Raises:
-        PromptError: its prompts were never made.
+        PromptError: its prompts were never made, or not as the configuration and the checkpoint are now.
         ExtractionError: more of its rows are dropped than may be, or what is missing does not fit on the store's disk.
     """
     plan = compare(project, target, paths, key)
+    _require_current(project, target, plan.prompts)
     prompts, limit = plan.prompts, project.settings.prompts.max_dropped_share
     dropped = sum(prompts.dropped.values())
     if dropped > limit * len(prompts.rows):
@@ -104,22 +106,27 @@ def make_plan(project: Project, target: Target, paths: StorePaths, key: str) -> 
     return plan
 
 
-def require_current(project: Project, target: Target, key: str) -> None:
-    """Check that a partition's prompts were made with the settings, and from the answers, that the configuration asks for.
-
-    Raises:
-        PromptError: they were not, or never made.
-    """
-    made, settings = read_partition_table(project.home.prompts, key), project.settings
-    responses = read_responses(project.home.responses, key) if settings.responses.enabled else None
-    options = prompt_options(source_of(project, key), limits_of(settings.prompts, target.facts), responses)
+def _require_current(project: Project, target: Target, made: PromptPartition) -> None:
+    """Raise PromptError unless prompts were made with the settings, answers, template and tokenizer that are asked for now."""
+    settings = project.settings
+    responses = read_responses(project.home.responses, made.key) if settings.responses.enabled else None
+    options = prompt_options(source_of(project, made.key), limits_of(settings.prompts, target.facts), responses)
     if made.options != options:
         raise PromptError(
             "the prompts were made with other settings",
-            where=key,
+            where=made.key,
             expected=f"options {options}, as [prompts] and [responses] are now",
             got=made.options or "a table of an earlier version",
             remedy="materialise prompts; states of the same tokens are not asked for again",
+        )
+    path, trusted = settings.model.path, settings.model.trust_remote_code
+    if changed := changed_since(path, made.tokenizer_sha256, made.template_sha256, trust_remote_code=trusted):
+        raise PromptError(
+            f"the model's {changed} changed since the prompts were made",
+            where=made.key,
+            expected=f"the {changed} that is in {path} now",
+            got=f"prompts of tokenizer {made.tokenizer_sha256[:12]} and template {made.template_sha256[:12]}",
+            remedy="materialise prompts of all partitions; states of the same tokens are not asked for again",
         )
 
 

@@ -13,9 +13,12 @@ from hs_assets.extraction.status import source_indexes
 from hs_assets.samples.prompts import table_path
 from hs_assets.samples.source_index import read_entries
 from hs_assets.samples.sources import partition_key
+from hs_assets.serving.admission import bytes_of
 from hs_assets.serving.launch import Target, spool_budget
 from hs_assets.store.layout import StorePaths
 from hs_assets.wire.dump import ITEM_BYTES
+from hs_assets.wire.rid import parse_rid
+from hs_assets.wire.spool import Spool
 
 _BYTES_PER_TOKEN = 4
 
@@ -33,11 +36,17 @@ class Need:
     tokens: int = 0
     store_bytes: int = 0
     largest_dump_bytes: int = 0
+    dump_bytes: int = 0
+    """Of all dumps together; the spool has to hold them only where `kept`."""
+    kept: bool = False
+    """The dumps stay in the spool (`raw_dumps` alone)."""
     larger_than_spool: int = 0
     """Samples whose dump is larger than the whole budget of the spool."""
     store_free_bytes: int = 0
     spool_bytes: int | None = None
     """The budget of the spool; None where there is no room for one."""
+    spool_left_bytes: int = 0
+    """What of it is not taken by dumps of other partitions."""
     problems: list[str] = field(default_factory=list)
     """Why it cannot be done as it is; empty if it can."""
 
@@ -45,14 +54,13 @@ class Need:
         return dataclasses.asdict(self)
 
 
-def predict(project: Project, target: Target, keys: Collection[str] | None = None) -> Need:
-    """What extracting these partitions would take; all by default. Nothing is made, started or asked for."""
-    need, paths = Need(), StorePaths(project.store_path)
-    need.store_free_bytes = free_bytes(paths.root)
-    try:
-        need.spool_bytes = spool_budget(project)
-    except SpoolError as error:
-        need.problems.append(str(error))
+def predict(project: Project, target: Target, keys: Collection[str] | None = None, *, kept: bool = False) -> Need:
+    """What extracting these partitions would take; all by default. Nothing is made, started or asked for.
+
+    Arguments:
+        kept: the dumps are to stay in the spool, and nothing goes into the store.
+    """
+    need, paths, sizes = Need(kept=kept), StorePaths(project.store_path), list[int]()
     for name, index in source_indexes(project).items():
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True)):
             key = partition_key(name, number)
@@ -62,34 +70,55 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
             if table_path(project.home.prompts, key).exists():
                 plan = compare(project, target, paths, key)
                 need.store_bytes += plan.store_bytes
-                _count(need, target, [len(prompt.input_ids) for prompt in plan.to_capture])
+                lengths = [len(prompt.input_ids) for prompt in plan.to_capture]
             else:
                 need.estimated += 1
                 entries = read_entries(project.home.prompts / "index", name, start, end)
                 most = min(project.settings.prompts.max_tokens, target.facts.context_length)
                 lengths = [min(entry.bytes // _BYTES_PER_TOKEN, most) for entry in entries if entry.duplicate_of is None]
                 layout = target.layout
-                states = len(layout.residual_ids) * layout.hidden_size * ITEM_BYTES[layout.dtype]
-                need.store_bytes += sum(lengths) * states
-                _count(need, target, lengths)
-    if need.store_bytes > need.store_free_bytes:
+                need.store_bytes += sum(lengths) * len(layout.residual_ids) * layout.hidden_size * ITEM_BYTES[layout.dtype]
+            need.samples += len(lengths)
+            need.tokens += sum(lengths)
+            sizes += [dataclasses.replace(target.layout, tokens=length).file_bytes for length in lengths]
+    need.dump_bytes, need.largest_dump_bytes = sum(sizes), max(sizes, default=0)
+    judge(project, need, keys)
+    need.larger_than_spool = sum(size > need.spool_bytes for size in sizes) if need.spool_bytes is not None else 0
+    return need
+
+
+def judge(project: Project, need: Need, keys: Collection[str] | None = None) -> None:
+    """Compare what is needed with the room that there is now, and say in `need.problems` what does not fit."""
+    need.problems.clear()
+    need.store_free_bytes, need.spool_bytes = free_bytes(project.store_path), None
+    try:
+        need.spool_bytes = spool_budget(project)
+    except SpoolError as error:
+        need.problems.append(str(error))
+    if not need.kept and need.store_bytes > need.store_free_bytes:
         need.problems.append(
             f"the store's disk cannot hold it: {need.store_bytes:,} bytes are needed, {need.store_free_bytes:,} are free in "
             f"{project.store_path}; free some room, or set store.path"
         )
-    if need.larger_than_spool:
+    if need.spool_bytes is None:
+        return
+    need.spool_left_bytes = need.spool_bytes - _bytes_of_others(project, keys)
+    if need.largest_dump_bytes > need.spool_bytes:
         need.problems.append(
-            f"the dumps of {need.larger_than_spool} samples are larger than the spool: the largest has "
-            f"{need.largest_dump_bytes:,} bytes, the spool {need.spool_bytes:,}; raise server.spool_bytes (docker run "
-            "--shm-size), or lower prompts.max_tokens"
+            f"dumps are larger than the spool: the largest has {need.largest_dump_bytes:,} bytes, the spool "
+            f"{need.spool_bytes:,}; raise server.spool_bytes (docker run --shm-size), or lower prompts.max_tokens"
         )
-    return need
+    elif need.kept and need.dump_bytes > need.spool_left_bytes:
+        need.problems.append(
+            f"the dumps cannot lie in the spool together: they have {need.dump_bytes:,} bytes, of the spool's "
+            f"{need.spool_bytes:,} there are {need.spool_left_bytes:,} left; materialise raw_dumps and eagle3_samples "
+            "together, which streams them, or raise server.spool_bytes"
+        )
 
 
-def _count(need: Need, target: Target, lengths: list[int]) -> None:
-    need.samples += len(lengths)
-    need.tokens += sum(lengths)
-    sizes = [dataclasses.replace(target.layout, tokens=length).file_bytes for length in lengths]
-    need.largest_dump_bytes = max([need.largest_dump_bytes, *sizes])
-    if need.spool_bytes is not None:
-        need.larger_than_spool += sum(size > need.spool_bytes for size in sizes)
+def _bytes_of_others(project: Project, keys: Collection[str] | None) -> int:
+    """What dumps of other partitions than these take of the spool."""
+    spool = Spool(project.spool_path)
+    rids = [parse_rid(text) for text in spool.rids()] if spool.dumps.is_dir() else []
+    others = [str(rid) for rid in rids if rid is not None and keys is not None and rid.partition not in keys]
+    return sum(bytes_of(spool.dump(rid)) for rid in others)

@@ -6,13 +6,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hs_assets.config import Project
+from hs_assets.errors import StoreError
 from hs_assets.samples.model import read_model_facts
-from hs_assets.samples.prompts import read_partition_table, table_path
+from hs_assets.samples.prompts import find_counts
 from hs_assets.samples.source_index import SourceIndex
 from hs_assets.samples.sources import Partitioning, Source, partition_key, refresh
 from hs_assets.serving.launch import DTYPES
-from hs_assets.store.layout import check
-from hs_assets.store.manifest import Manifest, find_manifest
+from hs_assets.store import open_store
+from hs_assets.store.layout import StorePaths
+from hs_assets.store.summary import find_summary
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.layers import LayerSet
 
@@ -70,48 +72,57 @@ def source_of(project: Project, key: str) -> Source:
 
 
 def status(project: Project, layer_set_id: str | None = None, keys: Collection[str] | None = None) -> list[PartitionStatus]:
-    """The status of every partition, or of those of `keys`, in one layer set (by default the configured one)."""
+    """The status of every partition, or of those of `keys`, in one layer set (by default the configured one).
+
+    Raises:
+        StoreError: the layer set is neither the configured one nor in the store.
+    """
     facts = read_model_facts(project.settings.model.path)
-    chosen = LayerSet.parse(layer_set_id) if layer_set_id else LayerSet.choose(project.settings.layers, facts.num_layers)
+    store = open_store(project.store_path) if project.store_path.exists() else None
+    paths = store.paths if store else None
+    configured = LayerSet.choose(project.settings.layers, facts.num_layers)
+    known = {configured.id, *(store.layer_sets() if store else ())}
+    if layer_set_id not in (None, *known):
+        raise StoreError(
+            "no such layer set",
+            where=project.store_path,
+            expected=" or ".join(sorted(known)),
+            got=layer_set_id,
+            remedy="name one of these, or leave --layer-set out for the configured one",
+        )
+    chosen = LayerSet.parse(layer_set_id) if layer_set_id else configured
     layout = DumpLayout(1, chosen.residual_ids, facts.hidden_size, DTYPES[project.settings.server.dtype])
     return [
-        _partition(project, chosen.id, layout.row_bytes, partition_key(name, number), end - start)
+        _partition(project, paths, chosen.id, layout.row_bytes, partition_key(name, number), end - start)
         for name, index in source_indexes(project).items()
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True))
         if keys is None or partition_key(name, number) in keys
     ]
 
 
-def _partition(project: Project, layer_set: str, row_bytes: int, key: str, rows: int) -> PartitionStatus:
-    manifest = _manifest(project, layer_set, key)
-    if manifest is not None:
-        ledger = manifest.ledger
-        rows_of = [sample.source_row for sample in manifest.samples] + [row.source_row for row in manifest.unstored]
-        pending = max(0, rows - len(set(rows_of)))  # rows that were appended since; several samples may come of one
-        state = INCOMPLETE if ledger.failed or pending else COMPLETE
-        tokens = sum(sample.tokens for sample in manifest.samples)
+def _partition(
+    project: Project, paths: StorePaths | None, layer_set: str, row_bytes: int, key: str, rows: int
+) -> PartitionStatus:
+    found = find_summary(paths, layer_set, key) if paths else None
+    if found is not None:
+        ledger = found.ledger
+        pending = max(0, rows - found.source_rows)  # rows that were appended since
         return PartitionStatus(
             partition=key,
             layer_set=layer_set,
-            state=state,
+            state=INCOMPLETE if ledger.failed or pending else COMPLETE,
             rows=ledger.rows + pending,
             stored=ledger.stored,
             dropped=ledger.dropped,
             failed=ledger.failed,
             pending=pending,
-            tokens=tokens,
-            bytes=tokens * row_bytes,
-            state_fingerprint=manifest.state_fingerprint,
+            tokens=found.tokens,
+            bytes=found.tokens * row_bytes,
+            state_fingerprint=found.state_fingerprint,
         )
-    if table_path(project.home.prompts, key).exists():
-        made = read_partition_table(project.home.prompts, key)
-        pending = len(made.prompts) + max(0, rows - made.source_rows)
+    made = find_counts(project.home.prompts, key)
+    if made is not None:
+        pending = made.prompts + max(0, rows - made.source_rows)
         total = pending + sum(made.dropped.values())
         return PartitionStatus(key, layer_set, PREPARED, total, 0, made.dropped, {}, pending, 0, 0, None)
     return PartitionStatus(key, layer_set, NEW, rows, 0, {}, {}, rows, 0, 0, None)
-
-
-def _manifest(project: Project, layer_set: str, key: str) -> Manifest | None:
-    if not project.store_path.exists():
-        return None
-    return find_manifest(check(project.store_path), layer_set, key)

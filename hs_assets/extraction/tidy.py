@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from hs_assets.config import Project
 from hs_assets.serving.admission import spool_use, sweep
 from hs_assets.serving.state import ServerFolder
-from hs_assets.store.gc import partition_lock
-from hs_assets.store.layout import remove_tree
-from hs_assets.store.writer import STAGING_PREFIX
+from hs_assets.store.gc import remove_staging
+from hs_assets.store.layout import StorePaths
 from hs_assets.wire.spool import Spool
 
 _STAGING_SECONDS = 3600.0
@@ -39,24 +36,11 @@ def tidy(project: Project, staging_seconds: float = _STAGING_SECONDS) -> Tidied:
 
     Arguments:
         staging_seconds: an unpublished generation that nothing was written to for so long is nobody's, if no run of this home
-            is at its partition; another host's may be.
+            is at its partition and no writer holds it.
     """
     spool, server = Spool(project.spool_path), ServerFolder(project.home.server)
     dumps = sweep(spool) if spool.dumps.is_dir() else 0
     leases = len(list(server.leases.glob("*.json")))
     gone = leases - len(server.live_leases())
-    folders = project.store_path.glob(f"data/*/*/{STAGING_PREFIX}*")
-    generations = sum(_remove_staging(project, folder, staging_seconds) for folder in folders)
+    generations = remove_staging(StorePaths(project.store_path), project.home.locks, staging_seconds)
     return Tidied(dumps, generations, gone, *spool_use(project.spool_path))
-
-
-def _remove_staging(project: Project, folder: Path, seconds: float) -> bool:
-    """Remove an unpublished generation, if it is nobody's."""
-    with partition_lock(project.home.locks / f"{folder.parent.name}.lock") as ours:
-        if not ours:
-            return False
-        newest = max((path.stat().st_mtime for path in (folder, *folder.rglob("*")) if path.exists()), default=0.0)
-        if time.time() - newest < seconds:
-            return False
-        remove_tree(folder)
-    return True

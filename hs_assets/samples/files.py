@@ -16,6 +16,7 @@ from hs_assets.samples.text_rows import Place, is_values, places, sha256_of
 
 _LINES, _TABLES, _VALUES = (".jsonl", ".ndjson"), (".parquet", ".arrow"), ".json"
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
+_SHEETS = (".csv", ".tsv", ".xls", ".xlsx", ".ods")
 _METADATA = ("dataset_info.json", "dataset_infos.json")
 _REMEDY = "check prompts.sources"
 
@@ -47,6 +48,15 @@ def data_files(path: Path) -> tuple[DataFile, ...]:
             if file.suffix in _PACKED:
                 raise PromptError(
                     "a source cannot be read: it is packed", where=file, remedy="unpack it, and name what comes out"
+                )
+            if file.suffix.lower() in _SHEETS:
+                raise PromptError(
+                    "a source cannot be read: it is a sheet of cells",
+                    where=file,
+                    expected="JSON lines, JSON, Parquet or Arrow",
+                    got=file.suffix,
+                    remedy='convert it, and name the columns as its format has them: python -c "import pandas; '
+                    f"pandas.read_csv('{file.name}').to_json('{file.stem}.jsonl', orient='records', lines=True)\"",
                 )
             if not file.is_file():
                 raise PromptError("a source cannot be read", where=file, expected="a file or a folder", remedy=_REMEDY)

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped
 from hs_assets.samples.sources import Source, replace_table
 from hs_assets.wire.dump import token_sha256
+
+_COUNTS = "counts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,15 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """What a partition of prompts amounts to. ``source_rows``: of how many rows of the source it is."""
+
+    prompts: int
+    dropped: dict[str, int]
+    source_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptPartition:
     """A partition of prompts. ``version`` is its data version: it changes when a prompt in it may change.
 
@@ -86,6 +100,11 @@ class PromptPartition:
     def dropped(self) -> dict[str, int]:
         """How many rows are dropped, by reason."""
         return dict(Counter(row.content.reason for row in self.rows if isinstance(row.content, Dropped)))
+
+    @property
+    def counts(self) -> PromptCounts:
+        """What status says of it."""
+        return PromptCounts(len(self.prompts), self.dropped, self.source_rows)
 
     @property
     def formats(self) -> dict[str, int]:
@@ -130,6 +149,7 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
             "source_format": partition.source.format,
             "template_sha256": partition.template_sha256,
             "tokenizer_sha256": partition.tokenizer_sha256,
+            _COUNTS: json.dumps(dataclasses.asdict(partition.counts)),
             "coordinates": "loss_mask[i] is True where input_ids[i] is supervised; no shift",
         }
     )
@@ -137,6 +157,18 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
     path = table_path(folder, partition.key)
     replace_table(path, table)
     return path
+
+
+def find_counts(folder: Path, key: str) -> PromptCounts | None:
+    """The counts of a partition's prompts, if they were made: from its table's metadata, without the rows."""
+    import pyarrow.parquet as pq
+
+    path = table_path(folder, key)
+    if not path.exists():
+        return None
+    said = (pq.read_schema(path).metadata or {}).get(_COUNTS.encode())
+    # An earlier version did not write them.
+    return PromptCounts(**json.loads(said)) if said is not None else read_partition_table(folder, key).counts
 
 
 def read_partition_table(folder: Path, key: str) -> PromptPartition:
@@ -154,7 +186,9 @@ def read_partition_table(folder: Path, key: str) -> PromptPartition:
         )
     table = pq.read_table(path)
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-    rows = tuple(_read_row(number, entry) for number, entry in enumerate(table.to_pylist()))
+    lists = zip(_lists(table["input_ids"]), _lists(table["loss_mask"]), strict=True)
+    entries = table.drop_columns(["input_ids", "loss_mask"]).to_pylist()
+    rows = tuple(_read_row(number, entry, *each) for number, (entry, each) in enumerate(zip(entries, lists, strict=True)))
     source = Source(metadata["source_name"], Path(metadata["source_path"]), metadata.get("source_format", ""))
     return PromptPartition(
         key,
@@ -177,13 +211,19 @@ def page_path(folder: Path, key: str) -> Path:
     return folder / f"{key}.html"
 
 
-def _read_row(number: int, entry: dict[str, Any]) -> PromptRow:
+def _lists(column: Any) -> list[np.ndarray]:
+    """The lists of a column; a missing one is empty."""
+    flat = column.combine_chunks()
+    values, ends = flat.values.to_numpy(zero_copy_only=False), flat.offsets.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _read_row(number: int, entry: dict[str, Any], input_ids: np.ndarray, loss_mask: np.ndarray) -> PromptRow:
     content: Prompt | Dropped
     if entry["dropped"] is not None:
         content = Dropped(entry["dropped"], entry["detail"])
     else:
-        ids, mask = np.asarray(entry["input_ids"], "<i4"), np.asarray(entry["loss_mask"], bool)
-        content = Prompt(number, ids, mask, entry["token_sha256"])
+        content = Prompt(number, input_ids.astype("<i4"), loss_mask.astype(bool), entry["token_sha256"])
     origin = Origin(entry["answered_by"], tuple(entry["finish_reasons"]), tuple(entry["renderings"]))
     return PromptRow(
         entry["sample_id"],

@@ -46,6 +46,12 @@ _PLAIN = (Form(), Form(parts=True))
 _CALLS = (Form(), Form(null_content=True), Form(json_arguments=True), Form(json_arguments=True, null_content=True), _PLAIN[1])
 
 
+def template_sha256(source: str) -> str:
+    """The hash of a template's source, and of `RENDER_DATE` where it asks for the date."""
+    date = f"\0{RENDER_DATE.isoformat()}" if "strftime_now" in source else ""
+    return hashlib.sha256((source + date).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A template's source, and what it is told beside the messages (``bos_token``, …).
@@ -70,9 +76,8 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
-        """The hash of the source, and of `RENDER_DATE` where the template asks for the date."""
-        date = f"\0{RENDER_DATE.isoformat()}" if "strftime_now" in self.source else ""
-        return hashlib.sha256((self.source + date).encode()).hexdigest()
+        """See `template_sha256`."""
+        return template_sha256(self.source)
 
     @property
     def marks_generation(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from hs_assets.errors import PromptError
 from hs_assets.samples.template import ChatTemplate
+from hs_assets.samples.template import template_sha256 as hash_of_template
 
 _FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json")
 _CONTROL = re.compile(r"^<[|｜].*>$|^<.*[|｜]>$")
@@ -128,6 +130,29 @@ def from_transformers(tokenizer: Any, sha256: str) -> ChatTokenizer:
         bos=bos if bos and first == [tokenizer.bos_token_id] else None,
         _tokenizer=tokenizer,
     )
+
+
+def changed_since(model: Path, tokenizer_sha256: str, template_sha256: str, *, trust_remote_code: bool) -> str | None:
+    """Whether the "tokenizer" or the "chat template" of a checkpoint is another than these hashes are of; None where neither is.
+
+    The tokenizer is loaded only where the checkpoint's files leave a doubt.
+    """
+    same_files = _hash_files(model, with_code=trust_remote_code) == tokenizer_sha256
+    if same_files and (source := _template_in(model)) is not None and hash_of_template(source) == template_sha256:
+        return None
+    now = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    if now.tokenizer_sha256 != tokenizer_sha256:
+        return "tokenizer"
+    return "chat template" if now.template_sha256 != template_sha256 else None
+
+
+def _template_in(model: Path) -> str | None:
+    """The chat template in a checkpoint's files, where it is the only one."""
+    if (model / "chat_template.jinja").exists():
+        return (model / "chat_template.jinja").read_text(encoding="utf-8")
+    path = model / "tokenizer_config.json"
+    source = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.exists() else None
+    return source if isinstance(source, str) else None
 
 
 def _hash_files(model: Path, *, with_code: bool) -> str:

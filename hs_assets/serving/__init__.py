@@ -5,6 +5,10 @@ engine.py     the CPU engine's environment: install, stamp
 launch.py     the command, environment and plugin path of a server
 state.py      the state file and the leases
 server.py     start, share, stop: what runs and commands call
+liveness.py   whether a server that was up still is
+handshake.py  what a server says of itself, compared with what was asked for
+by_hand.py    how to start a server by hand
+attach.py     a server that somebody else started
 watchdog.py   the process that owns SGLang: ready, canary, idle stop
 canary.py     three prompts that prove a fresh server
 admission.py  bytes in flight never exceed the spool

@@ -116,7 +116,7 @@ class Admission:
         listing = self._spool.listing()
         known, self._sizes = self._sizes, {}
         for rid in listing:
-            self._sizes[rid] = known[rid] if rid in known else _bytes_of(self._spool.dump(rid))
+            self._sizes[rid] = known[rid] if rid in known else bytes_of(self._spool.dump(rid))
         unwritten = sum(size for rid, size in self._sizes.items() if COMMIT not in listing[rid])
         return sum(self._sizes.values()), unwritten
 
@@ -177,7 +177,7 @@ def _abandoned(files: DumpFiles) -> bool:
     return claim.pid != KEPT and not lives(claim.pid, claim.created)
 
 
-def _bytes_of(files: DumpFiles) -> int:
+def bytes_of(files: DumpFiles) -> int:
     """What the claim of a dump says, or the size of a dump that nobody claims any more."""
     with suppress(WireError):
         return ClaimRecord.read(files.claim).bytes
@@ -190,4 +190,4 @@ def spool_use(path: Path) -> tuple[int, int]:
     """Number of dumps in a spool, and their bytes."""
     spool = Spool(path)
     rids = spool.rids() if spool.dumps.is_dir() else []
-    return len(rids), sum(_bytes_of(spool.dump(rid)) for rid in rids)
+    return len(rids), sum(bytes_of(spool.dump(rid)) for rid in rids)

@@ -19,7 +19,7 @@ import httpx
 from hs_assets.errors import ServerDiedError, SpoolError
 from hs_assets.samples.prompts import Prompt
 from hs_assets.serving.admission import Admission
-from hs_assets.serving.server import why_gone
+from hs_assets.serving.liveness import why_gone
 from hs_assets.serving.state import ServerFolder, ServerState
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.records import AnswerRecord, FailureRecord

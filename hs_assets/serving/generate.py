@@ -12,7 +12,7 @@ import httpx
 
 from hs_assets.errors import HsAssetsError
 from hs_assets.samples.answers import Generation
-from hs_assets.serving.server import why_gone
+from hs_assets.serving.liveness import why_gone
 from hs_assets.serving.state import ServerFolder, ServerState
 
 _NOTICE_SECONDS = 3.0

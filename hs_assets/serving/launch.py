@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hs_assets.config import Project
-from hs_assets.errors import ConfigError, ServerStartError, SpoolError
+from hs_assets.errors import ConfigError, ServerStartError, SpoolError, WireError
 from hs_assets.samples.model import ModelFacts, read_model_facts
 from hs_assets.serving import engine
 from hs_assets.serving.spec import StateSpec, state_spec
 from hs_assets.serving.state import LaunchPlan, ServerFolder
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.layers import LayerSet
-from hs_assets.wire.records import write_atomic
+from hs_assets.wire.records import CAPTURE_ENV, CaptureConfig, write_atomic
 from hs_assets.wire.source import source_hash
 from hs_assets.wire.spool import Spool
 
@@ -27,6 +27,9 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Names of dtypes in the configuration → in safetensors."""
 
 _MIN_SPOOL_BYTES = 64 << 20
+_RENDEZVOUS_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""The ranks meet in a file of the spool: the store that torch opens by itself listens on all interfaces, to anybody."""
+
 _OURS = frozenset(
     {"--model-path", "--host", "--port", "--tp-size", "--tp", "--dtype", "--chunked-prefill-size", "--trust-remote-code"}
 )
@@ -99,11 +102,12 @@ def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
         SpoolError: the spool is not ours alone, or too small.
     """
     server = project.settings.server
-    Spool(project.spool_path).make()
+    if not server.url:
+        Spool(project.spool_path).make()
     plugin = expose_plugin(ServerFolder(project.home.server).plugin)
     env = {**target.env, "PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, [target.env.get("PYTHONPATH")])])}
     capture = (target.layer_set.id, source_hash(), server.writers, server.backlog_bytes)
-    identity = json.dumps([target.argv, sorted(env.items()), target.spec.fingerprint, capture])
+    identity = json.dumps([target.argv, sorted(env.items()), target.spec.fingerprint, capture, server.url])
     return LaunchPlan(
         identity=hashlib.sha256(identity.encode()).hexdigest()[:16],
         argv=target.argv,
@@ -125,15 +129,39 @@ def make_launch_plan(project: Project, target: Target) -> LaunchPlan:
         start_timeout_seconds=server.start_timeout_seconds,
         commit_timeout_seconds=server.commit_timeout_seconds,
         idle_stop_seconds=server.idle_stop_seconds,
+        url=server.url.rstrip("/"),
     )
+
+
+def capture_config(plan: LaunchPlan, server: str) -> CaptureConfig:
+    """What the capture plugin shall do in a server of that name."""
+    return CaptureConfig(
+        spool=plan.spool,
+        server=server,
+        residual_ids=plan.residual_ids,
+        state_fingerprint=plan.state_fingerprint,
+        writers=plan.writers,
+        spool_bytes=plan.spool_bytes,
+        backlog_bytes=plan.backlog_bytes,
+    )
+
+
+def server_environment(plan: LaunchPlan) -> dict[str, str]:
+    """The environment variables of the server's command, beside those that it inherits."""
+    spool = Spool(Path(plan.spool))
+    return {_RENDEZVOUS_ENV: f"file://{spool.rendezvous}", **plan.env, CAPTURE_ENV: str(spool.config)}
 
 
 def spool_budget(project: Project) -> int:
     """Bytes that dumps may take: as configured, or half of what is free, the dumps that lie there already not counted.
 
+    Where the server is somebody else's: as it was told when it was started.
+
     Raises:
-        SpoolError: there is not so much room.
+        SpoolError: there is not so much room, or no such spool.
     """
+    if project.settings.server.url:
+        return read_capture_config(Spool(project.spool_path)).spool_bytes
     root = project.settings.server.spool_root
     held = sum(found.st_blocks * 512 for found in Spool(project.spool_path).data_stats())  # part of the budget, not of the rest
     free = shutil.disk_usage(root).free + held
@@ -147,6 +175,27 @@ def spool_budget(project: Project) -> int:
             remedy="containers begin with 64 MB: give docker run --shm-size, or set server.spool_bytes or server.spool_root",
         )
     return budget
+
+
+def read_capture_config(spool: Spool) -> CaptureConfig:
+    """What a server that was started by hand was told to capture.
+
+    Raises:
+        SpoolError: its spool is not there, or not ours.
+    """
+    try:
+        config = CaptureConfig.read(spool.config)
+    except WireError as error:
+        raise SpoolError(
+            "the spool of the server that server.url names cannot be reached",
+            where=spool.root,
+            expected=f"the folder that the server captures into, with {spool.config.name}",
+            got=error.got,
+            remedy="start the server on this host with what hs-assets server command prints; in a container, with the host's "
+            "/dev/shm (docker run -v /dev/shm:/dev/shm); or name its folder in server.spool",
+        ) from error
+    spool.make()
+    return config
 
 
 def expose_plugin(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 Whoever needs the server takes a lease and asks for it with `lease_server`. If it runs and is the one that is asked for,
 that is all; if it runs as another, it is stopped once nobody else uses it; if it does not run, it is started. Two
-processes that ask at once start one.
+processes that ask at once start one. Where the configuration names a server that somebody else runs, see attach.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from hs_assets.errors import ServerDiedError, ServerError, ServerStartError
+from hs_assets.errors import ServerError, ServerStartError
+from hs_assets.serving.attach import attach
+from hs_assets.serving.liveness import capturing, trouble
 from hs_assets.serving.state import (
     FAILED,
     STARTING,
@@ -29,6 +31,7 @@ from hs_assets.serving.state import (
     lives,
     log_tail,
 )
+from hs_assets.wire.spool import Spool
 
 _POLL_SECONDS = 0.2
 _SAY_SECONDS = 10.0
@@ -45,44 +48,18 @@ def lease_server(folder: ServerFolder, plan: LaunchPlan, purpose: str, say: Call
 
     Raises:
         ServerStartError: it did not come up; with the tail of its log.
+        ServerError, HandshakeError, SpoolError: see `attach`, where `plan.url` names a server that somebody else runs.
     """
     folder.make()
     with ExitStack() as stack:
         with _start_lock(folder, say):  # who has a lease waits for nobody: two that wait for each other's would wait forever
-            state = _ensure(folder, plan, say)
+            state = attach(folder, plan, say) if plan.url else _ensure(folder, plan, say)
             stack.enter_context(folder.lease(purpose))
         yield state
 
 
-def require_up(folder: ServerFolder, server: str) -> None:
-    """Raise ServerDiedError, with the tail of the log, unless the server called `server` is up."""
-    state = folder.read_state()
-    if state is None or state.server != server or not state.is_up:
-        tail = log_tail(Path(state.log)) if state else ""
-        why = "its state file is gone" if state is None else state.message if state.phase != UP else "its process ended"
-        raise ServerDiedError(
-            "the server went away",
-            where=server,
-            got=f"{why}\n{tail}",
-            remedy="materialise again: only what is missing is asked for",
-        )
-
-
-def why_gone(folder: ServerFolder, server: str, seconds: float, give_up: threading.Event) -> ServerDiedError | None:
-    """Why the server is gone, if it is; a watchdog takes some `seconds` to notice."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            require_up(folder, server)
-        except ServerDiedError as died:
-            return died
-        if time.monotonic() >= deadline or give_up.is_set():
-            return None
-        time.sleep(_POLL_SECONDS)
-
-
 def stop_server(folder: ServerFolder, say: Callable[[str], None], *, force: bool = False) -> bool:
-    """Stop the server; returns False where none runs.
+    """Stop the server; returns False where none of our own runs.
 
     Raises:
         ServerError: it is in use, and `force` is off.
@@ -90,6 +67,9 @@ def stop_server(folder: ServerFolder, say: Callable[[str], None], *, force: bool
     folder.make()
     with _start_lock(folder, say):
         state = folder.read_state()
+        if state is not None and state.attached:
+            say(f"the server at {state.url} was started by somebody else: it is left to them")
+            return False
         if state is None or not _anything_lives(state):
             return False
         leases = folder.live_leases()
@@ -124,6 +104,10 @@ def _settled(folder: ServerFolder, before: ServerState) -> bool:
 
 
 def _start(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -> ServerState:
+    before, other = folder.read_state(), capturing(Spool(Path(plan.spool)))
+    if other is not None and (before is None or before.attached or before.server != other):
+        remedy = "set server.url to it, or end it"
+        raise ServerError("somebody else's server captures into this spool", where=plan.spool, got=other, remedy=remedy)
     plan.write(folder.plan)
     say(f"starting SGLang {plan.sglang_version} for {plan.model_path}; spool {plan.spool}, {plan.spool_bytes / 2**30:.1f} GiB")
     with (folder.logs / "watchdog.log").open("a") as log:
@@ -182,6 +166,8 @@ def describe(state: ServerState | None) -> str:
     """The phase of a server as it is now, whatever its state file says."""
     if state is None:
         return STOPPED
+    if state.attached:
+        return UP if trouble(state) is None else FAILED
     if state.phase in (STOPPED, FAILED) or state.is_up or (state.phase != UP and state.watchdog_lives):
         return state.phase
     return FAILED

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def numeric_flags(flags: list[str]) -> tuple[str, ...]:
         else:
             raise ConfigError("server.args must begin with a flag", where="server.args", got=word)
     return tuple(sorted(" ".join(group) for group in grouped if group[0] not in _NOT_NUMERIC))
+
+
+def command_flags(argv: Sequence[str]) -> tuple[str, ...]:
+    """`numeric_flags` of a whole command, the model's path with them."""
+    begin = next((place for place, word in enumerate(argv) if word.startswith("--")), len(argv))
+    return numeric_flags(list(argv[begin:]))
 
 
 def weight_fingerprint(model: Path) -> str:

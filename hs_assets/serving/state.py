@@ -55,6 +55,8 @@ class LaunchPlan(Record):
     start_timeout_seconds: float
     commit_timeout_seconds: float
     idle_stop_seconds: float
+    url: str = ""
+    """Of a server that somebody else runs, which then is to be used; empty for one of our own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class ServerState(Record):
     started_at: float
     message: str
     """What the canary saw, or why the server did not come up or is gone."""
+    attached: bool = False
+    """Somebody else started it: no watchdog, and its processes may not be seen from here."""
 
     @property
     def watchdog_lives(self) -> bool:
@@ -89,7 +93,8 @@ class ServerState(Record):
 
     @property
     def is_up(self) -> bool:
-        return self.phase == UP and self.watchdog_lives and lives(self.pid, self.pid_created)
+        """As far as its processes tell; see liveness.py for an attached one."""
+        return self.phase == UP and (self.attached or (self.watchdog_lives and lives(self.pid, self.pid_created)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import httpx
 import psutil
 
-from hs_assets.errors import HandshakeError, ServerError, ServerStartError, WireError
+from hs_assets.errors import ServerError, ServerStartError, WireError
 from hs_assets.serving.canary import run_canary
+from hs_assets.serving.handshake import answers, raise_if_refused, ready_records
+from hs_assets.serving.launch import capture_config, server_environment
+from hs_assets.serving.liveness import SILENCE_SECONDS, dead_workers
 from hs_assets.serving.server import kill_tree
 from hs_assets.serving.state import (
     FAILED,
@@ -40,18 +42,14 @@ from hs_assets.serving.state import (
     read_counters,
     started,
 )
-from hs_assets.wire.records import CAPTURE_ENV, CAPTURE_VERSION, CaptureConfig, CountersRecord, ReadyRecord, RefusedRecord
-from hs_assets.wire.source import source_hash
+from hs_assets.wire.records import CountersRecord, ReadyRecord
 from hs_assets.wire.spool import Spool
 
 _POLL_SECONDS = 0.5
 _TERM_SECONDS = 30.0
 _DRAIN_SECONDS = 10.0
-_SILENCE_SECONDS = 300.0
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
-_RENDEZVOUS_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""The ranks meet in a file of the spool: the store that torch opens by itself listens on all interfaces, to anybody."""
 
 
 class _Stop(Exception):  # noqa: N818  # a signal, not an error
@@ -85,14 +83,14 @@ def _on_term(_number: int, _frame: FrameType | None) -> None:
 
 def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[bytes], ServerState]:
     name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
-    spool = _prepare_spool(plan, name)
+    _prepare_spool(plan, name)
     port = free_port()
     log = folder.logs / f"sglang-{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*plan.argv, "--port", str(port)],
             cwd=folder.root,
-            env={**os.environ, _RENDEZVOUS_ENV: f"file://{spool.rendezvous}", **plan.env, CAPTURE_ENV: str(spool.config)},
+            env={**os.environ, **server_environment(plan)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -123,23 +121,14 @@ def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[by
     return process, state
 
 
-def _prepare_spool(plan: LaunchPlan, server: str) -> Spool:
+def _prepare_spool(plan: LaunchPlan, server: str) -> None:
     """Make the spool, and remove what an earlier server left to say about itself; dumps stay for those who own them."""
     spool = Spool(Path(plan.spool))
     spool.make()
     _remove_shared_memory(spool)
     for stale in (*spool.ready.iterdir(), *spool.canary.glob("*/*")):
         stale.unlink(missing_ok=True)
-    CaptureConfig(
-        spool=plan.spool,
-        server=server,
-        residual_ids=plan.residual_ids,
-        state_fingerprint=plan.state_fingerprint,
-        writers=plan.writers,
-        spool_bytes=plan.spool_bytes,
-        backlog_bytes=plan.backlog_bytes,
-    ).write(spool.config)
-    return spool
+    capture_config(plan, server).write(spool.config)
 
 
 def _remove_shared_memory(spool: Spool) -> None:
@@ -167,59 +156,17 @@ def _wait_until_ready(plan: LaunchPlan, state: ServerState, process: subprocess.
     """The ready records of all ranks, checked, once the server answers its health check."""
     spool, deadline = Spool(Path(plan.spool)), time.monotonic() + plan.start_timeout_seconds
     while time.monotonic() < deadline:
-        refused = sorted(spool.ready.glob("refused-*.json"))
-        if refused:
-            reasons = "; ".join(RefusedRecord.read(refused[0]).reasons)
-            raise ServerStartError(
-                "the capture plugin refuses this server", got=reasons, remedy="change server.args, or the version of SGLang"
-            )
+        raise_if_refused(spool)
         if process.poll() is not None:
             raise ServerStartError("SGLang ended while it started", got=f"exit status {process.returncode}")
-        paths = [spool.ready_record(rank) for rank in range(plan.world_size)]
         if answers(f"{state.url}/health"):
-            absent = [path.name for path in paths if not path.exists()]
-            if absent:
-                raise HandshakeError(
-                    "SGLang is up, but the capture plugin did not start in it",
-                    expected=f"ready records {absent} in {spool.ready}",
-                    remedy="look for 'plugin' in the server's log",
-                )
-            ready = [ReadyRecord.read(path) for path in paths]
-            for record in ready:
-                _check_ready(plan, state.server, record)
-            return ready
+            return ready_records(plan, spool, state.server)
         time.sleep(_POLL_SECONDS)
     raise ServerStartError(
         "SGLang did not come up in time",
         expected=f"{plan.start_timeout_seconds:.0f} s",
         remedy="raise server.start_timeout_seconds",
     )
-
-
-def _check_ready(plan: LaunchPlan, server: str, ready: ReadyRecord) -> None:
-    expected = {
-        "server": server,
-        "capture_version": CAPTURE_VERSION,
-        "source_hash": source_hash(),
-        "sglang_version": plan.sglang_version,
-        "model_class": plan.model_class,
-        "residual_ids": plan.residual_ids,
-        "num_layers": plan.num_layers,
-        "hidden_size": plan.hidden_size,
-        "dtype": plan.dtype,
-        "world_size": plan.world_size,
-    }
-    for name, value in expected.items():
-        if (got := getattr(ready, name)) != value:
-            raise HandshakeError(f"rank {ready.rank} is not what was asked for", where=name, expected=value, got=got)
-
-
-def answers(url: str) -> bool:
-    """Whether a server says that it is well."""
-    try:
-        return httpx.get(url, timeout=30, trust_env=False).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def _keep(folder: ServerFolder, plan: LaunchPlan, process: subprocess.Popen[bytes], state: ServerState) -> ServerState:
@@ -247,11 +194,10 @@ def _check_capture(plan: LaunchPlan, signs: dict[int, tuple[float, float]]) -> N
         where, now = f"rank {counters.rank}", time.monotonic()
         if signs.get(counters.rank, (0.0, 0.0))[0] != counters.at:
             signs[counters.rank] = counters.at, now
-        if now - signs[counters.rank][1] > _SILENCE_SECONDS:
+        if now - signs[counters.rank][1] > SILENCE_SECONDS:
             raise ServerError("capture is broken", where=where, got="it counts no more")
-        if counters.workers_alive < counters.workers:
-            dead = counters.workers - counters.workers_alive
-            raise ServerError("capture is broken", where=where, got=f"{dead} of its {counters.workers} workers ended")
+        if (dead := dead_workers(counters)) is not None:
+            raise ServerError("capture is broken", where=where, got=dead)
 
 
 def _counters(plan: LaunchPlan) -> list[CountersRecord]:

@@ -13,6 +13,7 @@
     writer.py       a generation: arrays written aside, published at once
     compression.py  how much smaller a partition became
     manifest.py     a view of a partition: its samples, its ledger, its lineage
+    summary.py      its counts, without its samples
     masks.py        loss masks, by partition and version of the prompts
     reader.py       open_store and what it gives
     lineage.py      a record a row; those of a source row, a run or a state spec

@@ -18,6 +18,7 @@ from pathlib import Path
 from hs_assets.errors import HsAssetsError
 from hs_assets.store.layout import StorePaths, remove_tree, sync
 from hs_assets.store.manifest import Manifest, manifests_of
+from hs_assets.store.writer import STAGING_PREFIX
 
 _DOOMED = ".garbage-"
 
@@ -110,6 +111,26 @@ def _named(paths: StorePaths, manifests: list[Manifest]) -> set[Path]:
         for generation in {part.generation for sample in manifest.samples for part in sample.parts}:
             named.add(paths.generation(manifest.state_fingerprint, manifest.partition, generation))
     return named
+
+
+def remove_staging(paths: StorePaths, locks: Path, min_age: float) -> int:
+    """Remove the generations that were never published and that nobody writes; returns how many.
+
+    Arguments:
+        min_age: seconds for which one is kept after the last write to it: a writer on another host is not seen.
+    """
+    removed = 0
+    for folder in sorted(paths.root.glob(f"data/*/*/{STAGING_PREFIX}*")):
+        with partition_lock(locks / f"{folder.parent.name}.lock") as ours:
+            if ours and folder.exists() and not _is_held(folder) and _unchanged_for(folder) >= min_age:
+                _remove(folder)
+                removed += 1
+    return removed
+
+
+def _unchanged_for(folder: Path) -> float:
+    """Seconds since anything in a folder was written."""
+    return time.time() - max((path.stat().st_mtime for path in (folder, *folder.rglob("*"))), default=0.0)
 
 
 def _partitions(paths: StorePaths) -> list[str]:

@@ -20,7 +20,7 @@ from hs_assets.store.layout import StorePaths, replace_file
 from hs_assets.wire.records import field_types
 
 MANIFEST_VERSION = 1
-_FORMAT = "hs-assets-view"
+FORMAT = "hs-assets-view"
 
 T = TypeVar("T")
 
@@ -135,6 +135,16 @@ class Manifest:
         }
         return Ledger(self.rows, len(self.samples), reasons["dropped"], reasons["failed"])
 
+    @property
+    def tokens(self) -> int:
+        """Of all samples."""
+        return sum(sample.tokens for sample in self.samples)
+
+    @property
+    def source_rows(self) -> int:
+        """Of how many rows of the source these rows are: several may be of one."""
+        return len({sample.source_row for sample in self.samples} | {row.source_row for row in self.unstored})
+
     def write(self, paths: StorePaths) -> bool:
         """Replace the manifest, unless it says the same already; returns whether it was written.
 
@@ -149,7 +159,10 @@ class Manifest:
                 expected=f"{self.rows} rows, each once",
                 got=self.ledger.as_json(),
             )
-        body = {"format": _FORMAT, "version": MANIFEST_VERSION, **dataclasses.asdict(self), "ledger": self.ledger.as_json()}
+        fields, counts = dataclasses.asdict(self), {"tokens": self.tokens, "source_rows": self.source_rows}
+        # What summary.py reads comes first, up to state_spec.
+        first = {name: fields[name] for name in ("partition", "layer_set", "state_fingerprint")}
+        body = {"format": FORMAT, "version": MANIFEST_VERSION, **first, "ledger": self.ledger.as_json(), **counts, **fields}
         if self.compression is None:
             del body["compression"]
         else:
@@ -171,7 +184,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         body = json.loads(path.read_text())
         kind = body["format"], body["version"]
-        manifest = _build(Manifest, body) if kind == (_FORMAT, MANIFEST_VERSION) else None
+        manifest = _build(Manifest, body) if kind == (FORMAT, MANIFEST_VERSION) else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "remove the file, then materialise the partition again"
         raise StoreError("a manifest cannot be read", where=path, got=repr(error), remedy=remedy) from error
@@ -179,7 +192,7 @@ def read_manifest(path: Path) -> Manifest:
         raise StoreVersionError(
             f"not a manifest of this version, but {kind[0]} version {kind[1]}: this hs-assets reads {MANIFEST_VERSION}",
             where=path,
-            expected=(_FORMAT, MANIFEST_VERSION),
+            expected=(FORMAT, MANIFEST_VERSION),
             got=kind,
             remedy="install a version of hs-assets that reads it",
         )

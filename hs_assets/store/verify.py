@@ -127,8 +127,11 @@ def _claims(paths: StorePaths, manifest: Manifest, path: Path) -> Iterator[str]:
     """What is wrong with a manifest as a whole: its name, its ledger, and the generations that it names."""
     if (manifest.layer_set, manifest.partition) != (path.parent.name, path.stem):
         yield f"the manifest says that it is of {manifest.partition} in {manifest.layer_set}"
-    if json.loads(path.read_text())["ledger"] != manifest.ledger.as_json():
+    said, counts = json.loads(path.read_text()), {"tokens": manifest.tokens, "source_rows": manifest.source_rows}
+    if said["ledger"] != manifest.ledger.as_json():
         yield "the ledger is not that of the rows which the manifest lists"
+    if odd := [name for name, count in counts.items() if said.get(name, count) != count]:  # an earlier version wrote none
+        yield f"the counts of {odd} are not those of the rows which the manifest lists"
     ids = Counter([*(one.sample_id for one in manifest.samples), *(one.sample_id for one in manifest.unstored)])
     if odd := sorted(name for name, times in ids.items() if times > 1 or name.rpartition("/")[0] != manifest.partition):
         yield f"rows listed twice, or of another partition: {odd}"

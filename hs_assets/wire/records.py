@@ -26,6 +26,8 @@ CAPTURE_VERSION = 1
 CAPTURE_ENV = "HS_ASSETS_CAPTURE"
 """Environment variable that names the `CaptureConfig` file; without it the plugin is inert."""
 
+_SAME_VERSION = "install the same version of hs-assets in the pipeline's and in SGLang's environment"
+
 R = TypeVar("R", bound="Record")
 
 
@@ -72,13 +74,15 @@ class Record:
                 where=where,
                 expected=WIRE_VERSION,
                 got=repr(version),
-                remedy="install the same version of hs-assets in the pipeline's and in SGLang's environment",
+                remedy=_SAME_VERSION,
             )
         hints = field_types(cls)  # type: ignore[arg-type]
         values = {}
         for field in dataclasses.fields(cls):
             if field.name not in fields:
-                raise WireError("a record lacks a field", where=where, expected=field.name, got=sorted(fields))
+                raise WireError(
+                    "a record lacks a field", where=where, expected=field.name, got=sorted(fields), remedy=_SAME_VERSION
+                )
             values[field.name] = _typed(fields[field.name], hints[field.name], f"{where}: {field.name}")
         return cls(**values)
 
@@ -132,6 +136,8 @@ class ReadyRecord(Record):
     """Device memory that the capture of a token takes until it is copied: its states as SGLang gives them, and ours."""
     context_length: int
     pid: int
+    argv: tuple[str, ...]
+    """The server's command line, as its process was given it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,12 @@ from hs_assets.defs.recorded import SAMPLES, SPEC_CURRENT
 from hs_assets.defs.reextract import REEXTRACT_STALE
 from hs_assets.extraction.status import source_indexes, status
 from hs_assets.samples.sources import partition_keys
-from hs_assets.serving.launch import resolve
-from hs_assets.store.layout import create
+from hs_assets.serving.launch import Target, resolve
+from hs_assets.store.layout import StorePaths, create
 from hs_assets.store.manifest import Manifest, Part, PromptsVersion, StoredSample
 from hs_assets_tests.conftest import write_project
 
+SAMPLES_EACH = 64
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 8,
@@ -74,22 +75,30 @@ def make_project(folder: Path, count: int) -> Project:
 
 
 def fill(project: Project, instance: dg.DagsterInstance) -> None:
-    """Every partition materialised and checked, and a manifest of one sample for it."""
+    """Every partition materialised and checked, and a manifest of 64 samples for it, as large as a usual one."""
     target, paths = resolve(project), create(project.store_path)
     record(instance, target)
     fingerprint, layer_set = target.spec.fingerprint, target.layer_set
-    ids = layer_set.residual_ids
-    for key in partition_keys(source_indexes(project)):
+    keys = partition_keys(source_indexes(project))
+    text = _manifest(target, keys[0], paths)
+    for key in keys:
         version = {"dagster/data_version": f"{fingerprint}/{layer_set.id}/{'0' * 16}"}
         instance.report_runless_asset_event(dg.AssetMaterialization(SAMPLES, partition=key, tags=version))
         checked = dg.AssetCheckEvaluation(SAMPLES, SPEC_CURRENT, passed=True, partition=key)
         instance.report_runless_asset_event(checked)
-        part = Part("generation", 0, ids, (1.0,) * len(ids), 0, "server", "run", 0.0)
-        sample = StoredSample(f"{key}/0000", 0, "0" * 64, 100, 50, "0" * 64, 0, (part,))
-        prompts = PromptsVersion("0" * 16, "rows", "rows.jsonl", "0" * 64, "0" * 64)
-        path = paths.manifest(layer_set.id, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Manifest(key, layer_set.id, fingerprint, {}, prompts, 1, (sample,), ()).write(paths)
+        paths.manifest(layer_set.id, key).write_text(text.replace(keys[0], key))
+
+
+def _manifest(target: Target, key: str, paths: StorePaths) -> str:
+    """What a partition's manifest says, the partition's key aside."""
+    ids = target.layer_set.residual_ids
+    part = Part("generation", 0, ids, (1.0,) * len(ids), 0, "server", "run", 0.0)
+    samples = tuple(
+        StoredSample(f"{key}/{row:04d}", row, "0" * 64, 100, 50, "0" * 64, row, (part,)) for row in range(SAMPLES_EACH)
+    )
+    prompts = PromptsVersion("0" * 16, "rows", "rows.jsonl", "0" * 64, "0" * 64)
+    Manifest(key, target.layer_set.id, target.spec.fingerprint, {}, prompts, SAMPLES_EACH, samples, ()).write(paths)
+    return paths.manifest(target.layer_set.id, key).read_text()
 
 
 def tick(project: Project, defs: dg.Definitions, instance: dg.DagsterInstance) -> None:
