@@ -68,6 +68,9 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
     def extraction(
         context: dg.AssetExecutionContext, project: ProjectResource
     ) -> Iterator[dg.MaterializeResult[None] | dg.AssetCheckResult]:
+        if not context.selected_asset_keys:
+            context.log.warning("nothing was checked: the checks of a partition are evaluated as it is materialised")
+            return
         note_process(context)
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
