@@ -86,9 +86,24 @@ def wait_for(what: str, holds: Callable[[], bool], tail: Callable[[], str]) -> N
 
 
 @contextmanager
+def pages(dev: DagsterDev, screenshot: Path) -> Iterator[Pages]:
+    """The pages of a `dagster dev`. Where a test fails in them, its error says what was seen, and what `dagster dev` printed."""
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 2200, "height": 1100})  # the whole graph fits beside the panel of a selection
+        page.set_default_timeout(60_000)
+        try:
+            yield Pages(page, dev)
+        except BaseException as error:
+            page.screenshot(path=screenshot)
+            seen = page.locator("body").inner_text()
+            error.add_note(f"{page.url} looked as in {screenshot}\n{seen}\ndagster dev:\n{dev.tail()}")
+            raise
+
+
+@contextmanager
 def chromium() -> Iterator[Browser]:
     """A headless Chromium of the system, to which no host but 127.0.0.1 is known."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = shutil.which("chromium")
     if found is None:
         pytest.fail("there is no Chromium for the tests of Dagster's pages: install it (apt-get install chromium)")
     arguments = ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
@@ -99,21 +114,6 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
-
-
-@contextmanager
-def pages(browser: Browser, dev: DagsterDev, screenshot: Path) -> Iterator[Pages]:
-    """The pages of a `dagster dev`. Where a test fails in them, its error says what was seen, and what `dagster dev` printed."""
-    page = browser.new_page(viewport={"width": 2200, "height": 1100})  # the whole graph fits beside the panel of a selection
-    page.set_default_timeout(60_000)
-    try:
-        yield Pages(page, dev)
-    except BaseException as error:
-        page.screenshot(path=screenshot)
-        error.add_note(f"{page.url} looked as in {screenshot}\n{page.locator('body').inner_text()}\ndagster dev:\n{dev.tail()}")
-        raise
-    finally:
-        page.close()
 
 
 class Pages:
@@ -145,6 +145,7 @@ class Pages:
             self.node(asset).locator(f'[data-tooltip="{asset}"]').click(modifiers=["Shift"])
         self.page.get_by_role("button", name="Materialize selected").first.click()
         if not partitions:
+            expect(self.page.get_by_text("Launched run")).to_be_visible()
             return
         dialog = self.page.get_by_role("dialog")
         if isinstance(partitions, str):
@@ -180,7 +181,7 @@ class Pages:
     def _is_synced(self, asset: str, partition: str) -> bool:
         self.open(f"assets/{asset}?view=partitions")
         with self.page.expect_response(lambda response: "AssetPartitionStaleQuery" in (response.request.post_data or "")):
-            self.page.get_by_text(partition, exact=True).first.click()
+            self.page.get_by_text(partition, exact=True).filter(visible=True).first.click()
         self.page.wait_for_load_state("networkidle")
         expect(self.page.get_by_text("Materialized", exact=True)).to_be_visible()
         return self.page.get_by_text(re.compile(r"^Unsynced")).count() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
 from hs_assets.config import Project, load_project
 from hs_assets.defs.build import build_definitions
@@ -16,17 +16,11 @@ from hs_assets.defs.recorded import SAMPLES
 from hs_assets.store import open_store
 from hs_assets_tests import faulty_capture
 from hs_assets_tests.conftest import temporary_home, write_project
-from hs_assets_tests.dagster_dev import SECONDS, DagsterDev, chromium, dagster_dev, pages
+from hs_assets_tests.dagster_dev import SECONDS, DagsterDev, dagster_dev, pages
 from hs_assets_tests.plugins import make_plugin
 from hs_assets_tests.test_extract import write_rows
 
 MADE = ("eagle3_samples", "raw_dumps", "prompts")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture
@@ -71,12 +65,10 @@ def statuses(project: Project, instance: dg.DagsterInstance) -> dict[str, list[s
     return found
 
 
-def test_a_backfill_of_which_two_fail_and_failed_and_missing_redoes_the_two(
-    make: Callable[..., Project], browser: Browser, tmp_path: Path
-) -> None:
+def test_a_backfill_of_which_two_fail_and_failed_and_missing_redoes_the_two(make: Callable[..., Project], tmp_path: Path) -> None:
     project, everything, damaged = make(12), keys(range(12)), keys((3, 7))
     fault = tmp_path / "fault"
-    with open_instance(project.home) as instance, dagster_dev(tmp_path) as dev, pages(browser, dev, tmp_path / "page.png") as see:
+    with open_instance(project.home) as instance, dagster_dev(tmp_path) as dev, pages(dev, tmp_path / "page.png") as see:
         see.open_graph()
         see.materialize("layer_set")
         expect(see.node("layer_set")).to_contain_text("Materialized", timeout=SECONDS * 1000)
@@ -106,7 +98,7 @@ def test_a_backfill_of_which_two_fail_and_failed_and_missing_redoes_the_two(
 
 
 def test_a_changed_layer_set_is_seen_as_unsynced_until_the_schedule_has_extracted_it(
-    make: Callable[..., Project], browser: Browser, tmp_path: Path
+    make: Callable[..., Project], tmp_path: Path
 ) -> None:
     project, stored, never = make(4), keys(range(3)), keys((3,))
     with open_instance(project.home) as instance:
@@ -114,7 +106,7 @@ def test_a_changed_layer_set_is_seen_as_unsynced_until_the_schedule_has_extracte
         assert defs.resolve_job_def("record_layer_set").execute_in_process(instance=instance).success
         extract = defs.resolve_job_def("extract")
         assert all(extract.execute_in_process(instance=instance, partition_key=key).success for key in stored)
-    with open_instance(project.home) as instance, dagster_dev(tmp_path) as dev, pages(browser, dev, tmp_path / "page.png") as see:
+    with open_instance(project.home) as instance, dagster_dev(tmp_path) as dev, pages(dev, tmp_path / "page.png") as see:
         see.see_partitions("eagle3_samples", Materialized=3, Missing=1)
         see.see_synced("eagle3_samples", stored, True)
 

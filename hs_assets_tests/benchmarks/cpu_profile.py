@@ -13,8 +13,6 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from hs_assets_tests.dagster_dev import CHECKOUT
-
 SAMPLE_SECONDS = 0.002
 
 
@@ -68,7 +66,7 @@ def _package(file: str) -> str:
 def print_profile(home: Path, partition: str) -> None:
     """Extract a partition in a process of its own, and print what it spent where."""
     command = [sys.executable, "-m", "hs_assets_tests.benchmarks.cpu_profile", str(home), partition]
-    print(subprocess.run(command, check=True, capture_output=True, text=True, cwd=CHECKOUT).stdout)
+    print(subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout)
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def measure(project: Project, folder: Path, count: int) -> None:
         empty = bench.spent(lambda: [bench.run("empty", str(1 + i)) for i in range(count)])
         full = bench.spent(lambda: [bench.run("extract", key) for key in keys[1 : 1 + count]])
         print_table(idle, empty, full, count)
-    print_profile(project, keys[-1])
+    print_profile(project.home.root, keys[-1])
 
 
 class Bench:
