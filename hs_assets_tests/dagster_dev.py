@@ -189,6 +189,8 @@ class Pages:
     def start_schedule(self, name: str) -> None:
         """Switch a schedule on, in the list of what runs by itself."""
         self.open("automation")
-        row = self.page.locator("tr, [data-index]").filter(has_text=name)
-        row.get_by_role("switch").click()
-        expect(row.get_by_role("switch")).to_be_checked()
+        row = self.page.locator("[data-index]").filter(has_text=name)
+        expect(row.locator("label")).to_have_count(2)  # one to choose several rows, and the switch, which comes later
+        with self.page.expect_response(lambda response: "StartThisSchedule" in (response.request.post_data or "")):
+            row.locator("label").last.click()
+        expect(row.get_by_role("checkbox").last).to_be_checked()

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dagster_graphql.test.utils import execute_dagster_graphql
 
 from hs_assets.config import Project, load_project
 from hs_assets.defs.layer_set import recorded
+from hs_assets.defs.recorded import SAMPLES
 from hs_assets.defs.reextract import REEXTRACT_STALE, TARGET_TAG
 from hs_assets.wire.rid import Rid
 from hs_assets_tests.conftest import write_project
@@ -32,6 +34,7 @@ from hs_assets_tests.test_extract import write_rows
 
 KEYS = [f"rows-{number:05d}" for number in range(6)]
 FAILING = [KEYS[1], KEYS[4]]
+CHECKS = [dg.AssetCheckKey(SAMPLES, name) for name in ("drop_share", "ledger", "rules", "spec_current", "store")]
 REPOSITORY = {"repositoryLocationName": "code", "repositoryName": "__repository__"}
 
 _STATUSES = """query ($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { ... on AssetNode {
@@ -42,7 +45,7 @@ _STALE = """query ($key: AssetKeyInput!, $partition: String!) { assetNodeOrError
 _BACKFILL = """mutation ($params: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $params) {
     __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }"""
 _RUN = """mutation ($params: ExecutionParams!) { launchPipelineExecution(executionParams: $params) {
-    __typename ... on PythonError { message } } }"""
+    __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
 _START = """mutation ($schedule: ScheduleSelector!) { startSchedule(scheduleSelector: $schedule) {
     ... on ScheduleStateResult { scheduleState { status } } ... on PythonError { message } } }"""
 
@@ -75,9 +78,27 @@ class Deployment:
 
     def record(self) -> None:
         """Materialise `layer_set` as its button does."""
-        selector = {**REPOSITORY, "pipelineName": "__ASSET_JOB", "assetSelection": [{"path": ["layer_set"]}]}
-        launched = self.ask(_RUN, params={"selector": {**selector, "assetCheckSelection": []}, "mode": "default"})
-        assert launched["launchPipelineExecution"]["__typename"] == "LaunchRunSuccess", launched
+        self._run(assetSelection=[{"path": ["layer_set"]}], assetCheckSelection=[])
+
+    def execute_all_checks(self) -> list[str]:
+        """The button above the list of checks, which asks for them alone and for no partition; what the run logs."""
+        checks = [{"assetKey": {"path": list(check.asset_key.path)}, "name": check.name} for check in CHECKS]
+        run_id = self._run(assetSelection=[], assetCheckSelection=checks)
+        run = self._instance.get_run_by_id(run_id)
+        assert run is not None
+        assert run.is_success
+        return [entry.user_message for entry in self._instance.all_logs(run_id) if not entry.is_dagster_event]
+
+    def checks(self) -> dict[tuple[str, str | None], str]:
+        """Check and partition → what it last said."""
+        known = self._instance.event_log_storage.get_asset_check_partition_info(CHECKS)
+        return {(info.check_key.name, info.partition_key): info.latest_execution_status.value for info in known}
+
+    def _run(self, **selection: object) -> str:
+        selector = {**REPOSITORY, "pipelineName": "__ASSET_JOB", **selection}
+        launched = self.ask(_RUN, params={"selector": selector, "mode": "default"})["launchPipelineExecution"]
+        assert launched["__typename"] == "LaunchRunSuccess", launched
+        return str(launched["run"]["runId"])
 
     def backfill(self, keys: list[str]) -> list[str]:
         """Launch a backfill as the dialog does, and have the daemon's iterations end it; the partitions of its runs."""
@@ -155,6 +176,13 @@ def test_exactly_what_failed_and_what_another_layer_set_made_stale_is_requested(
             assert sorted(server.rows) == [0, 0, 1, 1]
         assert deployment.statuses() == {"materialized": KEYS}
         assert deployment.stale() == ["FRESH"] * 6
+        said = dict.fromkeys(product([check.name for check in CHECKS], KEYS), "SUCCEEDED")
+        assert deployment.checks() == said
+        assert (
+            "nothing was checked: the checks of a partition are evaluated as it is materialised"
+            in deployment.execute_all_checks()
+        )
+        assert {of: status for of, status in deployment.checks().items() if of in said} == said
 
         project = make("[2, 5]")
         deployment.record()

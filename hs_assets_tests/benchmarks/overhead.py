@@ -127,7 +127,7 @@ class Bench:
         """CPU seconds up to now; those of processes that ended are their parent's."""
         seconds: Seconds = Counter()
         for process in psutil.Process(self._dev.pid).children(recursive=True):
-            words = " ".join(process.cmdline())
+            words = _words(process)
             for word, role in ROLES.items():
                 if word in words:
                     times = process.cpu_times()
@@ -143,12 +143,23 @@ class Bench:
 
     def _code_servers(self) -> list[psutil.Process]:
         processes = psutil.Process(self._dev.pid).children(recursive=True)
-        return [process for process in processes if "api grpc" in " ".join(process.cmdline())]
+        return [process for process in processes if "api grpc" in _words(process)]
+
+
+def _words(process: psutil.Process) -> str:
+    """A process's command line; of one that has just ended nothing."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _is_run(process: psutil.Process) -> bool:
-    """Whether it is a run's process, perhaps one that has just ended."""
-    return process.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(process.cmdline())
+    """Whether it is a run's process, perhaps one that has ended and is yet to be waited for."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or "spawn_main" in _words(process)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def print_table(idle: tuple[Seconds, float], empty: tuple[Seconds, float], full: tuple[Seconds, float], count: int) -> None:
