@@ -187,10 +187,9 @@ class Pages:
         return self.page.get_by_text(re.compile(r"^Unsynced")).count() == 0
 
     def start_schedule(self, name: str) -> None:
-        """Switch a schedule on, in the list of what runs by itself."""
-        self.open("automation")
-        row = self.page.locator("[data-index]").filter(has_text=name)
-        expect(row.locator("label")).to_have_count(2)  # one to choose several rows, and the switch, which comes later
+        """Switch a schedule on, in its page."""
+        self.open(f"locations/hs_assets/schedules/{name}")
+        running = self.page.get_by_role("row").filter(has=self.page.get_by_text("Running", exact=True))
         with self.page.expect_response(lambda response: "StartThisSchedule" in (response.request.post_data or "")):
-            row.locator("label").last.click()
-        expect(row.get_by_role("checkbox").last).to_be_checked()
+            running.locator("label").click()
+        expect(running.get_by_role("checkbox")).to_be_checked()
