@@ -14,7 +14,7 @@ LAYER_SET, RECORD_JOB = dg.AssetKey("layer_set"), "record_layer_set"
 _DATA_VERSION = "dagster/data_version"
 
 STALE = "stale partitions"
-"""Metadata: how many partitions are stored as something else than what is recorded now; an asset's page tells of one at a time."""
+"""Metadata: how many partitions are stored as something else than is recorded now; an asset's page tells of one at a time."""
 
 
 @dg.asset(key=LAYER_SET, group_name="extraction", kinds={"toml"}, owners=["team:hs-assets"])
@@ -76,7 +76,7 @@ def _metadata(instance: dg.DagsterInstance, target: Target) -> dict[str, dg.Meta
                 "residual id": i,
                 "HF hidden_states": str(to_hf_index(i, final)),
                 "speculators, vLLM": str(to_speculators_id(i)),
-                "output of layer (SpecForge, ModelOpt)": str(to_layer_output(i)),
+                "SpecForge, ModelOpt": str(to_layer_output(i)),
             }
         )
         for i in target.layer_set.residual_ids
