@@ -22,7 +22,10 @@ from hs_assets.serving.watchdog import free_port
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = 300
-"""How long is waited for anything: a server's start and twelve runs on two cores that others use too."""
+"""How long is waited for runs: a server's start and twelve partitions, on two cores that others use too."""
+
+STEP_SECONDS = 60
+"""How long is waited for a page to do what was clicked."""
 
 _STARTED = "{ repositoriesOrError { ... on RepositoryConnection { nodes { name } } } }"
 
@@ -90,7 +93,8 @@ def pages(dev: DagsterDev, screenshot: Path) -> Iterator[Pages]:
     """The pages of a `dagster dev`. Where a test fails in them, its error says what was seen, and what `dagster dev` printed."""
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 2200, "height": 1100})  # the whole graph fits beside the panel of a selection
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(STEP_SECONDS * 1000)
+        expect.set_options(timeout=STEP_SECONDS * 1000)
         try:
             yield Pages(page, dev)
         except BaseException as error:
