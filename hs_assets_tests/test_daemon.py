@@ -15,7 +15,7 @@ from typing import Any
 import dagster as dg
 import numpy as np
 import pytest
-from dagster._core.test_utils import create_test_daemon_workspace_context
+from dagster._core.test_utils import create_test_daemon_workspace_context, freeze_time
 from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import PythonFileTarget
 from dagster._daemon.backfill import execute_backfill_iteration
@@ -59,7 +59,7 @@ class Deployment:
         self._workspace = workspace
         self._instance = instance
         self._ticks: dict[str, Any] = {}
-        self._now = datetime.datetime.now(datetime.UTC)
+        self._now = datetime.datetime.now(datetime.UTC).replace(second=30, microsecond=0)
 
     def ask(self, query: str, **variables: object) -> dict[str, Any]:
         answer = execute_dagster_graphql(self._workspace.create_request_context(), query, variables=variables)
@@ -114,12 +114,19 @@ class Deployment:
                 break
         return self.partitions_of({"dagster/backfill": name})
 
+    def start(self) -> str:
+        """Switch the schedule on; its status."""
+        with freeze_time(self._now):
+            started = self.ask(_START, schedule={**REPOSITORY, "scheduleName": REEXTRACT_STALE})
+        return str(started["startSchedule"]["scheduleState"]["status"])
+
     def tick(self) -> list[str]:
-        """What the daemon's next tick of the schedule asks for: the partitions of its new runs."""
+        """What the daemon's tick of the next minute asks for: the partitions of its new runs."""
         before = Counter(self.partitions_of({"dagster/schedule_name": REEXTRACT_STALE}))
         self._now += datetime.timedelta(minutes=1)
-        for error in launch_scheduled_runs(self._workspace, logging.getLogger("scheduler"), self._now, self._ticks):
-            assert error is None
+        with freeze_time(self._now):
+            for error in launch_scheduled_runs(self._workspace, logging.getLogger("scheduler"), self._now, self._ticks):
+                assert error is None
         return sorted((Counter(self.partitions_of({"dagster/schedule_name": REEXTRACT_STALE})) - before).elements())
 
     def partitions_of(self, tags: dict[str, str]) -> list[str]:
@@ -188,8 +195,7 @@ def test_exactly_what_failed_and_what_another_layer_set_made_stale_is_requested(
         deployment.record()
         assert deployment.stale() == deployment.stale("raw_dumps") == ["STALE"] * 6
         assert deployment.stale("prompts") == ["FRESH"] * 6
-        started = deployment.ask(_START, schedule={**REPOSITORY, "scheduleName": REEXTRACT_STALE})
-        assert started["startSchedule"]["scheduleState"]["status"] == "RUNNING"
+        assert deployment.start() == "RUNNING"
         with fake_server(project) as server:
             assert deployment.tick() == KEYS[:4]
             assert deployment.stale() == ["FRESH"] * 4 + ["STALE"] * 2
