@@ -7,7 +7,8 @@ fewer_layers    the server captures one layer less
 swapped_slots   the first two slots change places
 post_norm       the final state is delivered after the final norm
 raise           a hook raises
-flipped_byte    a bit of a sample's row 3 changes between the device and the dump
+flipped_byte    a bit of a sample's row 3 changes between the device and the dump; of every row of the partitions that are
+                named after it, where there are any
 slow_writer     every chunk of a sample takes a fifth of a second to write
 dead_writer     the thread that writes row 13 ends
 """
@@ -107,12 +108,12 @@ def _put_into_writers(path: Path) -> None:
     add = Assembly.add
 
     def patched_add(self: Any, files: Any, rid: Any, prefix: int, chunk: Any) -> None:
-        fault = _fault(path) if rid.kind is Kind.SAMPLE else ""
+        fault, *partitions = (_fault(path) if rid.kind is Kind.SAMPLE else "").split() or [""]
         if fault == "slow_writer":
             time.sleep(0.2)
         elif fault == "dead_writer" and rid.row == 13:
             raise SystemExit
-        elif fault == "flipped_byte" and rid.row == 3:
+        elif fault == "flipped_byte" and (rid.partition in partitions if partitions else rid.row == 3):
             damaged = bytearray(chunk.states)
             damaged[len(damaged) // 2] ^= 1
             chunk = dataclasses.replace(chunk, states=memoryview(damaged))

@@ -114,6 +114,7 @@ def test_a_partition_goes_from_rows_to_samples_and_again_for_nothing(
         assert (raw.metadata["state"].value, raw.metadata["requests"].value) == ("consumed", 8)
         assert raw.metadata["captured tokens"].value == samples.metadata["tokens"].value > 0
         assert samples.metadata["bytes"].value == samples.metadata["tokens"].value * 3 * 128 * 2
+        assert samples.metadata["manifest changed"].value is True
         assert {name for name in samples.metadata if name.startswith("norm of")} == {f"norm of residual {i}" for i in (2, 4, 8)}
         assert (check_of(runs, LEDGER, "rows-00001"), check_of(runs, RULES, "rows-00001")) == (True, True)
         assert {runs.filled(key) == {"rows-00001"} for key in (PROMPTS, RAW_DUMPS, SAMPLES)} == {True}

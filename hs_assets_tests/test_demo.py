@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -21,11 +17,10 @@ import tensorstore as ts
 from hs_assets.config import load_project
 from hs_assets.samples.tokenizer import load_tokenizer
 from hs_assets.serving.state import ServerFolder
-from hs_assets.serving.watchdog import free_port
 from hs_assets.store import open_store
 from hs_assets_tests.conftest import DEMO_TEXTS, temporary_home
+from hs_assets_tests.dagster_dev import CHECKOUT, dagster_dev
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 BAD_ROWS = {
     "duplicate": 2,
     "empty_row": 1,
@@ -141,23 +136,11 @@ def test_a_subset_of_the_layers_asks_nothing(demo: tuple[Path, str], tmp_path: P
 def test_dagster_dev_shows_the_filled_partitions(demo: tuple[Path, str]) -> None:
     """`dagster dev` in the folder of the home, with the checkout's own workspace.yaml and dagster.yaml."""
     home, _ = demo
-    for name in ("workspace.yaml", "dagster.yaml"):
-        shutil.copy(CHECKOUT / name, home.parent / name)
-    port = free_port()
-    log = home.parent / "dagster-dev.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("dagster"), "dev", "--port", str(port)],
-            cwd=home.parent,
-            env={key: value for key, value in os.environ.items() if not key.startswith("DAGSTER")},
-            stdout=output,
-            stderr=output,
+    with dagster_dev(home.parent) as dev:
+        answer = dev.ask(
+            """{ assetNodes { assetKey { path } partitionStats { numPartitions numMaterialized numFailed }
+            assetMaterializations(limit: 1) { metadataEntries { label } } } }"""
         )
-    try:
-        answer = ask_graphql(port, log)
-    finally:
-        process.terminate()
-        process.wait(60)
     nodes = {"/".join(node["assetKey"]["path"]): node for node in answer["assetNodes"]}
     exports = {"vocabulary_mapping", "speculators_dataset"}
     exports |= {f"{trainer}_export" for trainer in ("specforge", "speculators", "speculators_legacy", "modelopt")}
@@ -167,18 +150,3 @@ def test_dagster_dev_shows_the_filled_partitions(demo: tuple[Path, str]) -> None
     latest = nodes["eagle3_samples"]["assetMaterializations"][0]
     labels = {entry["label"] for entry in latest["metadataEntries"]}
     assert {"rows", "stored", "dropped", "tokens", "bytes", "norm of residual 8", "store"} <= labels
-
-
-def ask_graphql(port: int, log: Path) -> dict[str, list[dict[str, object]]]:
-    query = """{ assetNodes { assetKey { path } partitionStats { numPartitions numMaterialized numFailed }
-        assetMaterializations(limit: 1) { metadataEntries { label } } } }"""
-    deadline = time.monotonic() + 90
-    while True:
-        try:
-            response = httpx.post(f"http://127.0.0.1:{port}/graphql", json={"query": query}, timeout=30, trust_env=False)
-            if response.status_code == 200 and response.json()["data"]["assetNodes"]:
-                return response.json()["data"]
-        except (httpx.HTTPError, KeyError, TypeError):
-            pass
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(1)

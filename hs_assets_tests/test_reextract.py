@@ -236,6 +236,30 @@ def test_another_state_spec_is_a_warning_and_waits_for_a_flag(make: Callable[...
     assert says_current(instance) == {KEYS[0]: (True, "WARN"), **dict.fromkeys(KEYS[1:3], (False, "WARN"))}
 
 
+def test_the_checks_of_a_partition_are_left_to_the_run_that_is_at_it(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    project = make()
+    deployment = Deployment(project, instance)
+    with fake_server(project):
+        deployment.record()
+        deployment.extract(KEYS[0])
+    job = deployment.defs.resolve_job_def(REEXTRACT_JOB)
+    run = instance.create_run_for_job(job, tags={"dagster/partition": KEYS[0]}, status=dg.DagsterRunStatus.STARTED)
+
+    def said() -> list[tuple[str | None, str]]:
+        known = instance.event_log_storage.get_asset_check_partition_info([dg.AssetCheckKey(SAMPLES, SPEC_CURRENT)])
+        return [(info.partition_key, info.latest_execution_status.value) for info in known]
+
+    assert said() == [(KEYS[0], "PLANNED")]
+    runs = instance.get_runs_count()
+    assert deployment.asked() == []
+    assert (instance.get_runs_count(), said()) == (runs, [(KEYS[0], "PLANNED")])
+    instance.report_run_failed(run)  # it was cut off: the check still says nothing, and the tick sees to it
+    assert deployment.asked() == []
+    assert said() == [(KEYS[0], "SUCCEEDED")]
+
+
 def test_a_configuration_that_is_edited_while_a_partition_runs_fails_it_and_the_tick_redoes_it(
     make: Callable[..., Project], instance: dg.DagsterInstance
 ) -> None:

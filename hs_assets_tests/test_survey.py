@@ -203,8 +203,9 @@ def test_metadata(project: Project) -> None:
     assert (said["source rows"], said["rows"], said["prompts"]) == (20, 20, 20)
     assert said["formats"] == {"messages": 20}
     assert said["dropped"] == {}
-    assert said["lengths (tokens)"]["min"] == lengths[0]
-    assert said["lengths (tokens)"]["max"] == lengths[-1] == said["longest prompt (tokens)"]
+    (quantiles,) = said["lengths (tokens)"].records
+    assert quantiles.data["min"] == lengths[0]
+    assert quantiles.data["max"] == lengths[-1] == said["longest prompt (tokens)"]
     assert said["tokens"] == sum(lengths)
     supervised = sum(int(prompt.loss_mask.sum()) for prompt in table.prompts)
     assert said["supervised share"] == round(supervised / sum(lengths), 4)

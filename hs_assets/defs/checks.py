@@ -4,7 +4,8 @@ Not blocking ones: a partition whose blocking check fails after it was materiali
 """
 
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import dagster as dg
 
@@ -12,6 +13,7 @@ from hs_assets.config import Project
 from hs_assets.defs.recorded import SAMPLES, SPEC_CURRENT
 from hs_assets.defs.report_metadata import manifest_of, unstored_table
 from hs_assets.extraction.extract import Report
+from hs_assets.samples.rules import NOT_APPLICABLE
 from hs_assets.store import open_store
 from hs_assets.store.verify import spot_check
 
@@ -41,7 +43,8 @@ def check_results(project: Project, report: Report) -> list[dg.AssetCheckResult]
     """Evaluate them for what a run made."""
     manifest, intake = manifest_of(report), report.intake
     ledger = manifest.ledger
-    counts = {rule: dict(counter) for rule, counter in intake.validator.counts.items()} if intake else {}
+    counts = intake.validator.counts if intake else {}
+    broken = ", ".join(f"{rule} ({count['failed']} samples)" for rule, count in counts.items() if count["failed"])
     dropped, allowed = sum(ledger.dropped.values()), project.settings.prompts.max_dropped_share
     share = dropped / max(1, ledger.rows)
     damaged = [f"{found.where}: {found.detail}" for found in spot_check(open_store(project.store_path), manifest, _SAMPLES_READ)]
@@ -50,13 +53,18 @@ def check_results(project: Project, report: Report) -> list[dg.AssetCheckResult]
             LEDGER,
             ledger.balances and not ledger.failed,
             f"{ledger.rows} rows = {ledger.stored} stored + {dropped} dropped + {sum(ledger.failed.values())} failed",
-            {"ledger": dg.JsonMetadataValue(ledger.as_json()), "rows without states": unstored_table(manifest)},
+            {
+                "stored": dg.IntMetadataValue(ledger.stored),
+                "dropped": dg.IntMetadataValue(dropped),
+                "failed": dg.IntMetadataValue(sum(ledger.failed.values())),
+                "rows without states": unstored_table(manifest),
+            },
         ),
         _result(
             RULES,
-            not any(count.get("failed") for count in counts.values()),
-            "the samples of this run that held, failed, or that a rule says nothing of",
-            {"rules": dg.JsonMetadataValue(counts)},
+            not broken,
+            f"did not hold: {broken}" if broken else "the samples that this run captured; what was stored before held then",
+            {"rules": _rules_table(counts)},
         ),
         _result(
             DROP_SHARE,
@@ -87,6 +95,16 @@ def failed_checks(results: Sequence[dg.AssetCheckResult]) -> list[str]:
         for result in results
         if not result.passed and result.check_name in (DROP_SHARE, STORE)
     ]
+
+
+def _rules_table(counts: Mapping[str, Counter[str]]) -> dg.TableMetadataValue:
+    columns = {"held": "passed", "did not hold": "failed", "not applicable": NOT_APPLICABLE}
+    records = [
+        dg.TableRecord({"rule": rule, **{name: counted[key] for name, key in columns.items()}})
+        for rule, counted in counts.items()
+    ]
+    schema = dg.TableSchema([dg.TableColumn("rule"), *(dg.TableColumn(name, "int") for name in columns)])
+    return dg.TableMetadataValue(records, schema=schema)
 
 
 def _result(name: str, passed: bool, description: str, metadata: dict[str, dg.MetadataValue]) -> dg.AssetCheckResult:

@@ -11,7 +11,7 @@ import dagster as dg
 
 from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.checks import check_results, check_specs, failed_checks
-from hs_assets.defs.layer_set import LAYER_SET, require_recorded
+from hs_assets.defs.layer_set import LAYER_SET, data_version, require_recorded
 from hs_assets.defs.lineage_metadata import lineage_metadata
 from hs_assets.defs.processes import note_process
 from hs_assets.defs.project import ProjectResource
@@ -69,6 +69,9 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
     def extraction(
         context: dg.AssetExecutionContext, project: ProjectResource
     ) -> Iterator[dg.MaterializeResult[None] | dg.AssetCheckResult]:
+        if not context.selected_asset_keys:
+            context.log.warning("nothing was checked: the checks of a partition are evaluated as it is materialised")
+            return
         note_process(context)
         loaded, key = project.load(), context.partition_key
         target = resolve(loaded)
@@ -102,9 +105,10 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
 
 def _require_unchanged(context: dg.AssetExecutionContext, project: ProjectResource, target: Target) -> None:
     """Raise SpecChangedError unless this target is what is configured and recorded now. What is stored of it stays."""
+    configured = resolve(project.load())
     try:
-        require_recorded(context.instance, resolve(project.load()))
-        require_recorded(context.instance, target)
+        for one in {data_version(each): each for each in (configured, target)}.values():
+            require_recorded(context.instance, one)
     except SpecChangedError:
         context.instance.add_run_tags(context.run.run_id, {SPEC_CHANGED_TAG: "true"})
         raise

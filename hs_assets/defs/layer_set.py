@@ -5,13 +5,16 @@ import dataclasses
 import dagster as dg
 
 from hs_assets.defs.project import ProjectResource
-from hs_assets.defs.recorded import mark_spec_current, spec_marks
+from hs_assets.defs.recorded import mark_spec_current, spec_marks, stored_versions
 from hs_assets.errors import SpecChangedError
 from hs_assets.serving.launch import Target, resolve
 from hs_assets.wire.layers import to_hf_index, to_layer_output, to_speculators_id
 
 LAYER_SET, RECORD_JOB = dg.AssetKey("layer_set"), "record_layer_set"
 _DATA_VERSION = "dagster/data_version"
+
+STALE = "stale partitions"
+"""Metadata: how many partitions are stored as something else than is recorded now; an asset's page tells of one at a time."""
 
 
 @dg.asset(key=LAYER_SET, group_name="extraction", kinds={"toml"}, owners=["team:hs-assets"])
@@ -25,8 +28,9 @@ def layer_set(context: dg.AssetExecutionContext, project: ProjectResource) -> dg
     target = resolve(project.load())
     marks = spec_marks(context.instance, target.spec.fingerprint)
     mark_spec_current(context.instance, target.spec.fingerprint, context.run, marks)
-    context.log.info("the check spec_current changed on %d partitions", len(marks))
-    return dg.MaterializeResult(data_version=dg.DataVersion(data_version(target)), metadata=_metadata(target))
+    metadata = _metadata(context.instance, target)
+    context.log.info("%s partitions are stale; the check spec_current changed on %d", metadata[STALE].value, len(marks))
+    return dg.MaterializeResult(data_version=dg.DataVersion(data_version(target)), metadata=metadata)
 
 
 def record(instance: dg.DagsterInstance, target: Target) -> bool:
@@ -34,7 +38,7 @@ def record(instance: dg.DagsterInstance, target: Target) -> bool:
     if recorded(instance) == data_version(target):
         return False
     instance.report_runless_asset_event(
-        dg.AssetMaterialization(LAYER_SET, metadata=_metadata(target), tags={_DATA_VERSION: data_version(target)})
+        dg.AssetMaterialization(LAYER_SET, metadata=_metadata(instance, target), tags={_DATA_VERSION: data_version(target)})
     )
     return True
 
@@ -63,7 +67,8 @@ def require_recorded(instance: dg.DagsterInstance, target: Target) -> None:
         )
 
 
-def _metadata(target: Target) -> dict[str, dg.MetadataValue]:
+def _metadata(instance: dg.DagsterInstance, target: Target) -> dict[str, dg.MetadataValue]:
+    versions = stored_versions(instance).values()
     final = target.layer_set.final
     rows = [
         dg.TableRecord(
@@ -71,14 +76,16 @@ def _metadata(target: Target) -> dict[str, dg.MetadataValue]:
                 "residual id": i,
                 "HF hidden_states": str(to_hf_index(i, final)),
                 "speculators, vLLM": str(to_speculators_id(i)),
-                "output of layer (SpecForge, ModelOpt)": str(to_layer_output(i)),
+                "SpecForge, ModelOpt": str(to_layer_output(i)),
             }
         )
         for i in target.layer_set.residual_ids
     ]
     return {
         "layer_set": dg.TextMetadataValue(target.layer_set.id),
+        "layers": dg.TableMetadataValue(rows, schema=dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
+        "stored partitions": dg.IntMetadataValue(len(versions)),
+        STALE: dg.IntMetadataValue(sum(version.target != data_version(target) for version in versions)),
         "state_fingerprint": dg.TextMetadataValue(target.spec.fingerprint),
         "state_spec": dg.JsonMetadataValue(dataclasses.asdict(target.spec)),
-        "layers": dg.TableMetadataValue(rows, schema=dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
     }

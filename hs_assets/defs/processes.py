@@ -10,8 +10,9 @@ import dagster as dg
 
 from hs_assets.serving.state import lives, started
 
-PROCESS_TAG = "hs_assets/process"
-"""Of a run that is at a step: ``<host>/<pid>/<when it started, in clock ticks since boot>``."""
+PROCESS_TAG = ".dagster/hs_assets/process"
+"""Of a run that is at a step: ``<host>/<pid>/<when it started, in clock ticks since boot>``. The pages leave out tags that begin
+with ``.dagster/``: in lists of runs it would take more room than the partition."""
 
 
 def note_process(context: dg.AssetExecutionContext) -> None:

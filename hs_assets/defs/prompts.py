@@ -90,7 +90,7 @@ def _metadata(made: PromptPartition) -> dict[str, dg.MetadataValue]:
         "dropped rows": _dropped_table(made),
         "tokens": dg.IntMetadataValue(survey.tokens),
         "longest prompt (tokens)": dg.IntMetadataValue(quantiles.get("max", 0)),
-        "lengths (tokens)": dg.JsonMetadataValue(quantiles),
+        "lengths (tokens)": _lengths_table(quantiles),
         "histogram of lengths": histogram(survey.lengths, "tokens of a prompt"),
         "dropped share": dg.FloatMetadataValue(round(sum(made.dropped.values()) / max(1, len(made.rows)), 4)),
         "supervised share": dg.FloatMetadataValue(round(survey.supervised_share, 4)),
@@ -98,6 +98,11 @@ def _metadata(made: PromptPartition) -> dict[str, dg.MetadataValue]:
         "template_sha256": dg.TextMetadataValue(made.template_sha256),
         "tokenizer_sha256": dg.TextMetadataValue(made.tokenizer_sha256),
     }
+
+
+def _lengths_table(quantiles: dict[str, int]) -> dg.TableMetadataValue:
+    schema = dg.TableSchema([dg.TableColumn(name, "int") for name in quantiles])
+    return dg.TableMetadataValue([dg.TableRecord(dict(quantiles))] if quantiles else [], schema=schema)
 
 
 def _dropped_table(made: PromptPartition) -> dg.TableMetadataValue:

@@ -70,9 +70,10 @@ def build_reextract(partitions: dg.PartitionsDefinition[str], project: Project) 
         target, chosen, instance = resolve(loaded), loaded.settings.automation, context.instance
         if record(instance, target):
             context.log.info("layer_set recorded: %s", data_version(target))
-        _mark(instance, target.spec.fingerprint)
+        running = _in_runs(instance)
+        _mark(instance, target.spec.fingerprint, running)
         asset_graph = context.repository_def.asset_graph if context.repository_def else None
-        busy = _in_runs(instance) | (_in_backfills(instance, asset_graph) if asset_graph else set())
+        busy = running | (_in_backfills(instance, asset_graph) if asset_graph else set())
         stale = find_stale(instance, target, chosen, partitions.get_partition_keys(), busy)
         said = (
             f"{len(stale.due)} due, {len(stale.busy)} in a run or backfill, {len(stale.given_up)} failed "
@@ -88,9 +89,13 @@ def build_reextract(partitions: dg.PartitionsDefinition[str], project: Project) 
     return reextract_stale
 
 
-def _mark(instance: dg.DagsterInstance, fingerprint: str) -> None:
-    """Bring the check `spec_current` up to date, some partitions at a tick; where there is any, a finished run stands for it."""
-    marks = dict(islice(spec_marks(instance, fingerprint).items(), _MARKS_A_TICK))
+def _mark(instance: dg.DagsterInstance, fingerprint: str, running: Collection[str]) -> None:
+    """Bring the check `spec_current` up to date, some partitions at a tick; where there is any, a finished run stands for it.
+
+    Partitions that a run is at are left to it: it has announced the check and not evaluated it yet.
+    """
+    left = ((key, version) for key, version in spec_marks(instance, fingerprint).items() if key not in running)
+    marks = dict(islice(left, _MARKS_A_TICK))
     if marks:
         tags = {"dagster/schedule_name": REEXTRACT_STALE}
         run = instance.add_run(

@@ -28,17 +28,15 @@ def raw_metadata(report: Report) -> dict[str, dg.MetadataValue]:
         "seconds waited for room in the spool": dg.FloatMetadataValue(round(report.waited_for_spool_seconds, 3)),
         "spool high water (bytes)": dg.IntMetadataValue(report.spool_high_water_bytes),
     }
-    if report.counters is not None:
-        metadata["capture since the server started"] = dg.JsonMetadataValue(dataclasses.asdict(report.counters))
     if report.server is not None:
         server = report.server
-        metadata["server"] = dg.JsonMetadataValue(
-            {"server": server.server, "sglang": server.sglang_version, "identity": server.identity}
-        )
+        metadata["server"] = dg.TextMetadataValue(f"{server.server}: SGLang {server.sglang_version}, identity {server.identity}")
         metadata["server log"] = dg.MetadataValue.path(server.log)
     if report.manifest is not None:
         crcs = sorted({part.dump_crc32 for sample in report.manifest.samples for part in sample.parts})
         metadata["checksum of all dump checksums"] = dg.TextMetadataValue(hashlib.sha256(repr(crcs).encode()).hexdigest())
+    if report.counters is not None:
+        metadata["capture since the server started"] = dg.JsonMetadataValue(dataclasses.asdict(report.counters))
     return metadata
 
 
@@ -67,7 +65,8 @@ def sample_metadata(report: Report, store: str) -> dict[str, dg.MetadataValue]:
     }
     norms = _mean_norms(manifest)
     metadata |= {f"norm of residual {residual_id}": dg.FloatMetadataValue(norm) for residual_id, norm in norms.items()}
-    metadata["norm profile"] = bar_chart({str(i): norm for i, norm in norms.items()}, "residual id", "mean norm of a state")
+    profile = {str(i): round(norm, 2) for i, norm in norms.items()}
+    metadata["norm profile"] = bar_chart(profile, "residual id", "mean norm of a state")
     if intake is not None and intake.generations:
         metadata["new bytes"] = dg.IntMetadataValue(intake.stored_bytes)
         differences = {OWN_LOGPROB: intake.validator.worst_logprob, OTHER_LOGPROB: intake.validator.nearest_logprob}

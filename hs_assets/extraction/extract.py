@@ -115,7 +115,7 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
         report.problems.append(report.died)
     finally:
         intake.finish()
-    report.manifest, report.manifest_changed = intake.write_manifest()
+    report.manifest, report.manifest_changed = intake.write_manifest(), intake.manifest_changed
     report.problems += _problems(project, report.manifest)
     return report
 

@@ -52,6 +52,7 @@ class Intake:
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)
     generations: list[str] = field(default_factory=list)
     stored_bytes: int = 0
+    manifest_changed: bool = False
     _writers: dict[tuple[int, ...], GenerationWriter] = field(default_factory=dict)
     _changing: bool = False
     """A generation is being changed; stays after an error in the midst of it, and then it is not published."""
@@ -111,8 +112,8 @@ class Intake:
                 writer.discard()
             self._writers.clear()
 
-    def write_manifest(self) -> tuple[Manifest, bool]:
-        """Replace the partition's manifest by what is known now; returns it, and whether it changed."""
+    def write_manifest(self) -> Manifest:
+        """Replace the partition's manifest by what is known now."""
         prompts, destination = self.plan.prompts, self.destination
         write_masks(destination.paths, prompts.key, prompts.version, [prompt.loss_mask for prompt in prompts.prompts])
         samples, unstored = [], []
@@ -155,7 +156,8 @@ class Intake:
             unstored=tuple(unstored),
             compression=measure_compression(destination.paths, destination.fingerprint, prompts.key, samples),
         )
-        return manifest, manifest.write(destination.paths)
+        self.manifest_changed |= manifest.write(destination.paths)
+        return manifest
 
     def _append(self, sample: CapturedSample, files: DumpFiles) -> None:
         ids = self.plan.missing(sample.prompt.row)
