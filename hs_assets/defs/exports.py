@@ -4,6 +4,8 @@ They are made when somebody asks for them, from what is in the store; no server 
 ``<home>/exports/<trainer>/<layer set>-<state fingerprint>/``, which is what the trainer is pointed to.
 """
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from hs_assets.wire.layers import LayerSet
 
 VOCABULARY = dg.AssetKey("vocabulary_mapping")
 _GROUP, _OWNERS = "exports", ["team:hs-assets"]
+_SAY_SECONDS = 10.0
 
 
 class VocabularyConfig(dg.Config):
@@ -84,6 +87,7 @@ def _build_export(trainer: Trainer, partitions: dg.PartitionsDefinition[str]) ->
         deps=[SAMPLES, VOCABULARY],
         partitions_def=partitions,
         group_name=_GROUP,
+        kinds={"arrow" if trainer is SPECULATORS else "pytorch"},
         owners=_OWNERS,
         description=f"""The stored samples of a partition as files that {trainer.loader} reads, the final state {norm} the norm.
 
@@ -97,7 +101,7 @@ Materialised again it leaves alone what is identical, byte for byte, and replace
         folder, mapping = _folder(loaded, trainer, manifest), find_mapping(loaded.home.root / FILE)
         begin(folder, manifest, trainer)
         check_room(store, [manifest], folder)
-        exported = export_partition(store, manifest, trainer, folder, lambda *_: None)
+        exported = export_partition(store, manifest, trainer, folder, _progress(manifest.tokens, context.log.info))
         body = finish(folder, trainer, manifest, [exported], mapping)
         stale = body["vocabulary"] and body["vocabulary"]["stale"]
         if stale:
@@ -115,6 +119,21 @@ def speculators_dataset(project: ProjectResource) -> dg.MaterializeResult[None]:
     manifests = choose_manifests(open_store(loaded.store_path), _layer_set(loaded))
     folder = _folder(loaded, SPECULATORS, manifests[0])
     return dg.MaterializeResult(metadata={"rows": combine(folder), "path": dg.MetadataValue.path(folder.root / ALL)})
+
+
+def _progress(total: int, say: Callable[[str], None]) -> Callable[[str, int], None]:
+    """Called with each sample and its tokens; says every few seconds how far it is."""
+    began = said = time.monotonic()
+    done = 0
+
+    def told(sample_id: str, tokens: int) -> None:
+        nonlocal said, done
+        done, now = done + tokens, time.monotonic()
+        if now - said > _SAY_SECONDS:
+            said, rate = now, done / (now - began)
+            say(f"{sample_id}: {done:,} of {total:,} tokens, {rate:,.0f} tokens/s, {(total - done) / rate:.0f} s left")
+
+    return told
 
 
 def _layer_set(project: Project) -> str:
