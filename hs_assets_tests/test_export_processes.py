@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 from hs_assets.cli import main
-from hs_assets.errors import StoreError
+from hs_assets.errors import ExportError, StoreError
 from hs_assets.exports.export import Exported, choose_manifests
 from hs_assets.exports.folder import ExportFolder
 from hs_assets.exports.processes import export_partitions
 from hs_assets.exports.summary import begin, finish
-from hs_assets.exports.trainer import Trainer
+from hs_assets.exports.trainer import ExportSample, Trainer
 from hs_assets.exports.trainers import SPECFORGE, SPECULATORS
 from hs_assets.store import Store, open_store
 from hs_assets_tests.conftest import write_project
@@ -161,3 +162,16 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     assert [one["partition"] for one in body["exported"]] == list(LENGTHS)
     assert (body["samples"], body["tokens"]) == (7, sum(map(sum, LENGTHS.values())))
     assert CliRunner().invoke(main, [*words[:4], "0"]).exit_code == 2
+
+
+def kill_this_process(*_: object) -> Iterator[tuple[ExportSample, Path]]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield from ()
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_so(root: Path, tmp_path: Path) -> None:
+    """As the system does for want of memory."""
+    killed = dataclasses.replace(SPECFORGE, write=kill_this_process)
+    with pytest.raises(ExportError, match=r"was killed(.|\n)*memory(.|\n)*fewer --processes"):
+        export(open_store(root), killed, tmp_path / "out", 2, [])
+    assert {one.state for one in export(open_store(root), SPECFORGE, tmp_path / "out", 2, [])} == {"written"}
