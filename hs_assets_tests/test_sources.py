@@ -395,3 +395,18 @@ def test_an_index_of_another_version(folder: Path, source: Callable[..., Source]
     assert error.value.remedy == "delete it"
     path.unlink()
     assert raws(folder, one) == [b'{"n": 1}']
+
+
+@pytest.mark.parametrize("name", ["demo.json", "demo.parquet"])
+@pytest.mark.parametrize("left", [0, 0.5], ids=["empty", "cut"])
+def test_an_index_that_is_damaged(name: str, left: float, folder: Path, source: Callable[..., Source]) -> None:
+    one = source(lines(1, 2))
+    refresh(folder, [one], THREE)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
+    with pytest.raises(PromptError, match="a source index cannot be read") as error:
+        read_partition(folder, one, "demo-00000")
+    assert error.value.where == path
+    assert error.value.remedy == f"delete {folder / 'demo.json'}: the source is read again"
+    (folder / "demo.json").unlink()
+    assert raws(folder, one) == [b'{"n": 1}', b'{"n": 2}']
