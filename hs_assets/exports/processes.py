@@ -64,12 +64,13 @@ def export_partitions(
                     for other in running:
                         other.cancel()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # where somebody interrupts, what has not begun does not
+        for one in running:  # where somebody interrupts, what has not begun does not
+            one.cancel()
         while any(one.running() for one in running):  # and what has can still tell
             time.sleep(_SECONDS)
             while not told.empty():
                 told.get()
-        pool.shutdown()
+        pool.shutdown()  # waits for processes that only start: without the queue they would end with a traceback
     if failed is not None:
         raise failed
 
