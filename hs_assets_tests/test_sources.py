@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from hs_assets.samples.sources import (
     partition_keys,
     read_partition,
     refresh,
+    replace_table,
 )
 from hs_assets.wire.rid import is_partition_key
 from hs_assets_tests.small_tokenizer import json_row
@@ -410,3 +413,17 @@ def test_an_index_that_is_damaged(name: str, left: float, folder: Path, source: 
     assert error.value.remedy == f"delete {folder / 'demo.json'}: the source is read again"
     (folder / "demo.json").unlink()
     assert raws(folder, one) == [b'{"n": 1}', b'{"n": 2}']
+
+
+def test_a_table_that_does_not_fit_leaves_the_last_one_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: pa.Table, path: Path) -> None:
+        path.write_bytes(b"PAR1")
+        raise OSError("no space left")
+
+    path = tmp_path / "demo.parquet"
+    replace_table(path, pa.table({"n": [1]}))
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(OSError, match="no space left"):
+        replace_table(path, pa.table({"n": [2]}))
+    assert pq.read_table(path)["n"].to_pylist() == [1]
+    assert [one.name for one in tmp_path.iterdir()] == ["demo.parquet"]
