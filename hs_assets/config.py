@@ -1,7 +1,7 @@
 """The configuration: one TOML file, and the home that everything is kept under; settings.py has what can be set.
 
 The file is ``--config``, else ``HS_ASSETS_CONFIG``, else ``<home>/hs_assets.toml``, else the packaged preset ``demo``. A
-value ``preset:NAME`` names a packaged preset. Relative paths in the file are relative to its folder.
+value ``preset:NAME`` names a packaged preset. Relative paths in the file are relative to its folder; ``~`` is the user's.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def load_project(home: str | Path | None = None, config: str | Path | None = Non
     else:
         path = Path(chosen).absolute()
         try:
-            text, base = path.read_text(), path.parent
-        except OSError as error:
+            text, base = path.read_text(encoding="utf-8-sig"), path.parent
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 "the configuration cannot be read", where=path, got=error, remedy="pass --config FILE or --config preset:demo"
             ) from error
@@ -155,12 +155,17 @@ def _absolute(settings: Settings, base: Path, home: Home) -> Settings:
             remedy='give one of them a name = "…"',
         )
     store_path = settings.store.path and base / settings.store.path
-    spool = settings.server.spool and base / settings.server.spool
+    server = settings.server
+    places = {
+        "spool": server.spool and base / server.spool,
+        "spool_root": base / server.spool_root,
+        "python": str(base / Path(server.python).expanduser()) if "/" in server.python else server.python,  # else by PATH
+    }
     return settings.model_copy(
         update={
             "model": settings.model.model_copy(update={"path": model_path}),
             "prompts": settings.prompts.model_copy(update={"sources": sources}),
-            "server": settings.server.model_copy(update={"spool": spool}),
+            "server": server.model_copy(update=places),
             "store": settings.store.model_copy(update={"path": store_path}),
         }
     )

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hs_assets.errors import ConfigError
 
+
+def _place(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("a path without NUL")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError("a path, or ~ of a user that there is") from error
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
+Place = Annotated[Path, AfterValidator(_place)]
+"""A path; ``~`` is the home folder of its user."""
+_Word = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+_EnvName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+_HOST = r"([A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*|\[::1\])"
 _TurnFormat = Literal["messages", "conversations", "nemo", "prompt_completion", "turns", "prompt"]
 _TextFormat = Literal["question_answer", "alpaca", "text", "input_ids"]
 RowFormat = Literal["", _TurnFormat, _TextFormat]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSettings(_Section):
     """The target model."""
 
-    path: Path
+    path: Place
     """Folder of a Hugging Face checkpoint: config.json, tokenizer, safetensors."""
     revision: str = ""
     """Recorded in the lineage; a checkpoint on disk has none of its own."""
@@ -34,7 +49,7 @@ class ModelSettings(_Section):
 class SourceSettings(_Section):
     """A file of JSON lines, JSON, Parquet or Arrow, or a folder of such as Hugging Face's tools leave."""
 
-    path: Path
+    path: Place
     name: str = ""
     """Partition keys begin with it; the file's name by default."""
     format: RowFormat = ""
@@ -85,27 +100,27 @@ class ResponseSettings(_Section):
 class ServerSettings(_Section):
     """The SGLang server."""
 
-    url: str = Field(default="", pattern=r"^(https?://[^/]+/?)?$")
+    url: str = Field(default="", pattern=rf"^(https?://{_HOST}(:\d{{1,5}})?/?)?$")
     """Of a server on this host that somebody else started (`hs-assets server command`); empty to have our own. The other
     settings say what it must be."""
-    spool: Path | None = None
+    spool: Place | None = None
     """Where its dumps come; by default a folder of `spool_root` that is this home's."""
-    python: str = ""
+    python: _Word = ""
     """Interpreter of SGLang's environment; empty for the CPU engine that `hs-assets engine install` makes."""
     tensor_parallel: int = Field(default=1, ge=1)
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     chunk_tokens: int = Field(default=8192, gt=0)
     """Prompt tokens in one prefill batch (`--chunked-prefill-size`); longer prompts come in several chunks."""
-    args: tuple[str, ...] = ()
+    args: tuple[_Word, ...] = ()
     """More arguments of `sglang.launch_server`."""
-    env: dict[str, str] = {}
+    env: dict[_EnvName, _Word] = {}
     writers: int = Field(default=4, ge=1, le=64)
     """Processes that write dumps; a request goes to one of them."""
     backlog_bytes: int = Field(default=6 << 30, gt=0)
     """Dumps that are asked for and not yet written never hold more, in device memory too: leave it to them, beside SGLang's."""
     max_in_flight: int = Field(default=32, ge=1)
     """Requests that one run keeps in flight."""
-    spool_root: Path = Path("/dev/shm")
+    spool_root: Place = Path("/dev/shm")
     spool_bytes: int | None = Field(default=None, gt=0)
     """Most bytes that dumps of all runs may take; by default half of what is free when the server starts."""
     start_timeout_seconds: float = Field(default=1800, gt=0)
@@ -119,7 +134,7 @@ class ServerSettings(_Section):
 class StoreSettings(_Section):
     """The zarr store."""
 
-    path: Path | None = None
+    path: Place | None = None
     """`<home>/store.zarr` by default."""
     chunk_tokens: int = Field(default=128, gt=0)
     """More where states are compressed and narrow, so that a chunk of them has 512 KiB."""
@@ -128,6 +143,12 @@ class StoreSettings(_Section):
     """`blosc`: about 0.7 of the size, for CPU time; worth it where storage gives less than about 1 GB/s a core."""
     generation_bytes: int = Field(default=4 << 30, gt=0)
     """A generation is published, and its dumps freed, when it holds so much; also at a quarter of the spool."""
+
+    @model_validator(mode="after")
+    def _shards_hold_whole_chunks(self) -> Self:
+        if self.shard_tokens % self.chunk_tokens:
+            raise ValueError(f"shard_tokens a multiple of chunk_tokens, not {self.shard_tokens} of {self.chunk_tokens}")
+        return self
 
 
 class RuleSettings(_Section):
@@ -197,6 +218,8 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     elif kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         expected = f"{words} {context[name]}"
+    elif kind == "value_error":
+        expected = str(context["error"])
     elif kind == "literal_error":
         expected = context["expected"]
     elif kind == "string_pattern_mismatch":

@@ -222,6 +222,24 @@ def test_room_that_is_made_is_enough_and_what_fits_is_looked_at_once(project: Pr
     assert looked == ["once"]
 
 
+@pytest.mark.parametrize("left", ["", '{"partitions": 3, "samp', '{"of": "another version"}', "[]"])
+def test_half_of_a_need_is_looked_at_anew(project: Project, left: str) -> None:
+    make_prompts(project)
+    path = project.home.reports / "backfill-b.need.json"
+    path.parent.mkdir()
+    path.write_text(left)
+    require_room(project, resolve(project), "b", lambda: Wanted(KEYS, kept=False), say)
+    assert json.loads(path.read_text())["partitions"] == 3
+
+
+def test_dumps_of_others_leave_no_room_however_often_it_is_asked(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_prompts(project)
+    monkeypatch.setattr(preflight, "_bytes_of_others", lambda _project, keys: 200_000_000 if keys else 0)
+    for _ in range(2):
+        with pytest.raises(ExtractionError, match=r"there are 0 left"):
+            require_room(project, resolve(project), "b", lambda: Wanted(KEYS, kept=True), say)
+
+
 def test_every_partition_has_a_run_of_its_own(project: Project) -> None:
     """A backfill policy, even of one partition a run, would put ranges of partitions into a run."""
     graph = build_definitions(project).resolve_asset_graph()

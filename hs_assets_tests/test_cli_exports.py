@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,3 +143,12 @@ def test_exports_are_assets(project: Project, instance: dg.DagsterInstance) -> N
     assert materialize(dg.AssetKey("speculators_dataset")).metadata["rows"].value == 3
     replaced = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200)
     assert (replaced.metadata["replaced"].value, replaced.metadata["draft size"].value) == (sha256, 200)
+
+
+def test_a_link_to_another_disk_is_followed(project: Project, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        (tmp_path / "out").symlink_to(Path(disk, "there"))
+        result = run(project, "modelopt", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert len(list(Path(disk, "there").glob("*/*.pt"))) == 3
+        assert [path.name for path in Path(disk).iterdir()] == ["there"]

@@ -55,6 +55,29 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert load_project(tmp_path / "home", config).spool_path.parent == Path("/dev/shm")
 
 
+def test_every_path_is_relative_to_the_file_and_knows_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    config = tmp_path / "etc" / "c.toml"
+    config.parent.mkdir()
+    server = '[server]\nspool_root = "spools"\npython = "env/bin/python"\n[store]\npath = "~/store.zarr"\n'
+    config.write_text(MINIMAL + server)
+    project = load_project(tmp_path / "home", config)
+    assert project.spool_path.parent == tmp_path / "etc" / "spools"
+    assert project.settings.server.python == str(tmp_path / "etc" / "env" / "bin" / "python")
+    assert project.store_path == tmp_path / "user" / "store.zarr"
+    config.write_text(MINIMAL + '[server]\npython = "python3"\n')
+    assert load_project(tmp_path / "home", config).settings.server.python == "python3"
+
+
+def test_a_file_is_utf8_whoever_wrote_it(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_project(tmp_path, config).settings.prompts.sources[0].name == "chats"
+    config.write_bytes(b"# caf\xe9\n" + MINIMAL.encode())
+    with pytest.raises(ConfigError, match=r"cannot be read(.|\n)*c\.toml(.|\n)*utf-8"):
+        load_project(tmp_path, config)
+
+
 def test_two_homes_have_two_spools(tmp_path: Path) -> None:
     one, other = load_project(tmp_path / "a"), load_project(tmp_path / "b")
     assert one.spool_path != other.spool_path
@@ -88,6 +111,16 @@ def test_two_homes_have_two_spools(tmp_path: Path) -> None:
         (MINIMAL + "[responses]\ntemperature = -0.1\n", r"responses\.temperature"),
         (MINIMAL + "[responses]\ntop_p = 0\n", r"responses\.top_p"),
         (MINIMAL + '[responses]\ncut = "cut"\n', r"responses\.cut(.|\n)*'drop' or 'keep'"),
+        (MINIMAL + '[server]\nurl = "http://127.0.0.1:abc"\n', r"server\.url\n  expected: http://HOST:PORT"),
+        (MINIMAL + '[server]\nurl = "http://."\n', r"server\.url\n  expected: http://HOST:PORT"),
+        (MINIMAL + '[server]\nurl = "http://127.0.0.1:1?x=1"\n', r"server\.url\n  expected: http://HOST:PORT"),
+        (MINIMAL + "[rules]\nlogprob_tolerance = inf\n", r"rules\.logprob_tolerance\n(.|\n)*finite(.|\n)*got: inf"),
+        (MINIMAL + "[server]\nrequest_timeout_seconds = inf\n", r"server\.request_timeout_seconds\n(.|\n)*got: inf"),
+        (MINIMAL + "[store]\nchunk_tokens = 100\n", r"c.toml: store\n  expected: shard_tokens a multiple of chunk_tokens"),
+        (MINIMAL + '[store]\npath = "a\\u0000b"\n', r"store\.path\n  expected: a path without NUL"),
+        (MINIMAL + '[store]\npath = "~no-such-user/x"\n', r"store\.path\n  expected: a path, or ~ of a user that"),
+        (MINIMAL + '[server]\nargs = ["--x\\u0000"]\n', r"server\.args\.0\n"),
+        (MINIMAL + '[server]\nenv = { "A B" = "1" }\n', r"server\.env\.A B"),
     ],
 )
 def test_errors_name_the_field(text: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 from hs_assets.cli import main
-from hs_assets.errors import StoreError
+from hs_assets.errors import ExportError, StoreError
 from hs_assets.exports.export import Exported, choose_manifests
 from hs_assets.exports.folder import ExportFolder
 from hs_assets.exports.processes import export_partitions
 from hs_assets.exports.summary import begin, finish
-from hs_assets.exports.trainer import Trainer
+from hs_assets.exports.trainer import ExportSample, Trainer
 from hs_assets.exports.trainers import SPECFORGE, SPECULATORS
 from hs_assets.store import Store, open_store
 from hs_assets_tests.conftest import write_project
@@ -161,3 +162,49 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     assert [one["partition"] for one in body["exported"]] == list(LENGTHS)
     assert (body["samples"], body["tokens"]) == (7, sum(map(sum, LENGTHS.values())))
     assert CliRunner().invoke(main, [*words[:4], "0"]).exit_code == 2
+
+
+def kill_this_process(*_: object) -> Iterator[tuple[ExportSample, Path]]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield from ()
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_so(root: Path, tmp_path: Path) -> None:
+    """As the system does for want of memory."""
+    killed = dataclasses.replace(SPECFORGE, write=kill_this_process)
+    with pytest.raises(ExportError, match=r"was killed(.|\n)*memory(.|\n)*fewer --processes"):
+        export(open_store(root), killed, tmp_path / "out", 2, [])
+    assert {one.state for one in export(open_store(root), SPECFORGE, tmp_path / "out", 2, [])} == {"written"}
+
+
+AT_ONCE = """
+import os
+import time
+
+if __name__ != "__main__":  # in a process that exports: one of two comes late
+    time.sleep(os.getpid() % 2 * 0.5)
+else:
+    import sys
+    from pathlib import Path
+    from hs_assets.exports.export import choose_manifests
+    from hs_assets.exports.folder import ExportFolder
+    from hs_assets.exports.processes import export_partitions
+    from hs_assets.exports.summary import begin
+    from hs_assets.exports.trainers import SPECULATORS
+    from hs_assets.store import open_store
+
+    store, folder = open_store(sys.argv[1]), ExportFolder(Path(sys.argv[2]))
+    manifests = choose_manifests(store, "r2-4-6-8")
+    begin(folder, manifests[0], SPECULATORS)
+    for _ in range(4):
+        list(export_partitions(store, manifests, SPECULATORS, folder, lambda *_: None, 2))
+"""
+
+
+def test_what_is_done_before_the_last_process_is_up_ends_without_a_word(tmp_path: Path) -> None:
+    put_store(tmp_path / "store.zarr", {"chats-00000": [5], "chats-00001": [6]})
+    (tmp_path / "at_once.py").write_text(AT_ONCE)
+    command = [sys.executable, str(tmp_path / "at_once.py"), str(tmp_path / "store.zarr"), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""

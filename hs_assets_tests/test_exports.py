@@ -298,3 +298,8 @@ def test_values_that_no_tensor_has_cannot_be_saved(tmp_path: Path) -> None:
         torch_file.save({"a": np.zeros(3, np.uint16)}, tmp_path / "a.pt")
     with pytest.raises(TypeError, match="cannot be saved"):
         torch_file.save({"a": 1.5}, tmp_path / "a.pt")  # type: ignore[dict-item]
+
+
+def test_a_folder_where_a_disk_is_mounted_has_no_place_beside_it(store: Store) -> None:
+    with pytest.raises(ExportError, match=r"where a disk is mounted(.|\n)*/dev/shm/export"):
+        export(store, SPECFORGE, Path("/dev/shm"))

@@ -140,3 +140,17 @@ def test_the_wheel_brings_the_plugin_to_any_environment(tmp_path: Path, engine_p
     command, env = [engine_python, "-c", code], {"PYTHONPATH": str(site)}
     result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "['hs_assets_capture', 'hs_assets_cpu_engine'] []"
+
+
+def test_a_home_that_pythonpath_would_cut_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"':'(.|\n)*choose another home"):
+        expose_plugin(tmp_path / "at 12:30" / "plugin")
+
+
+def test_a_root_of_spools_that_is_not_there_yet_has_the_room_of_its_disk(
+    home: Path, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    server = f'spool_root = "{tmp_path / "a" / "b"}"\nspool_bytes = {64 << 20}'
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server=server)
+    assert spool_budget(project) == 64 << 20
+    assert not (tmp_path / "a").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -150,3 +151,16 @@ def test_remove_tree(tmp_path):
     assert list((tmp_path / "x").iterdir()) == []
     remove_tree(tmp_path / "x" / "y")
     assert (tmp_path / "x").is_dir()
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    replace_file(tmp_path / "manifest.json", "before")
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (lambda: replace_file(tmp_path / "manifest.json", "after"), lambda: create(tmp_path)):
+        with pytest.raises(OSError, match="no space left"):
+            write()
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert (tmp_path / "manifest.json").read_text() == "before"

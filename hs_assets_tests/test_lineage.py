@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import shutil
 
 import pyarrow.compute as pc
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from hs_assets.cli import main
-from hs_assets.errors import StoreError
+from hs_assets.errors import ExportError, StoreError
 from hs_assets.extraction.lineage_table import write_lineage_table
 from hs_assets.store import open_store
 from hs_assets.store.layout import create
@@ -149,3 +150,10 @@ def test_the_command_for_a_sample(store, home):
     record = json.loads(ask(home, ALL[1], "--json").stdout)
     assert (record["sample_id"], record["source_row"], record["parts"][1]["run_id"]) == (ALL[1], 1, "run-2")
     assert ask(home, "demo-00000/0009").exit_code == 1
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_table(store, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ExportError, match=r"only a file(.|\n)*got: p"):
+        write_lineage_table(store, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()

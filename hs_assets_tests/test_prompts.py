@@ -23,6 +23,7 @@ from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import (
     Prompt,
     PromptPartition,
+    find_counts,
     read_partition_table,
     table_path,
     write_partition,
@@ -473,3 +474,14 @@ def test_a_template_that_quotes_the_row_in_its_error(tmp_path: Path) -> None:
     assert reasons(made) == ["template_error"]
     write_partition(made, tmp_path)
     assert same(read_partition_table(tmp_path, made.key), made)
+
+
+def test_a_table_that_is_damaged(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = write_partition(partition(tokenizer, GOOD, LONE_SURROGATE, first=9), tmp_path)
+    whole = path.read_bytes()
+    for size in (0, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        for read in (read_partition_table, find_counts):
+            with pytest.raises(PromptError, match="a table of prompts cannot be read") as error:
+                read(tmp_path, "demo-00003")
+            assert (error.value.where, error.value.remedy) == (path, "materialise prompts of this partition again")

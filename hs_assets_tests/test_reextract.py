@@ -315,3 +315,11 @@ def test_the_schedule_names_its_target_on_the_runs(make: Callable[..., Project],
     assert event
     assert event.asset_materialization
     assert request.tags[TARGET_TAG] == event.asset_materialization.tags["dagster/data_version"]
+
+
+def test_a_version_that_somebody_reported_is_none_of_ours(make: Callable[..., Project], instance: dg.DagsterInstance) -> None:
+    deployment = Deployment(make(), instance)
+    deployment.record()
+    for key, tags in zip(KEYS, ({}, {"dagster/data_version": "by hand"}), strict=False):
+        instance.report_runless_asset_event(dg.AssetMaterialization(SAMPLES, partition=key, tags=tags))
+    assert deployment.asked() == []

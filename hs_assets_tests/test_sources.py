@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from hs_assets.samples.sources import (
     partition_keys,
     read_partition,
     refresh,
+    replace_table,
 )
 from hs_assets.wire.rid import is_partition_key
 from hs_assets_tests.small_tokenizer import json_row
@@ -395,3 +398,32 @@ def test_an_index_of_another_version(folder: Path, source: Callable[..., Source]
     assert error.value.remedy == "delete it"
     path.unlink()
     assert raws(folder, one) == [b'{"n": 1}']
+
+
+@pytest.mark.parametrize("name", ["demo.json", "demo.parquet"])
+@pytest.mark.parametrize("left", [0, 0.5], ids=["empty", "cut"])
+def test_an_index_that_is_damaged(name: str, left: float, folder: Path, source: Callable[..., Source]) -> None:
+    one = source(lines(1, 2))
+    refresh(folder, [one], THREE)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
+    with pytest.raises(PromptError, match="a source index cannot be read") as error:
+        read_partition(folder, one, "demo-00000")
+    assert error.value.where == path
+    assert error.value.remedy == f"delete {folder / 'demo.json'}: the source is read again"
+    (folder / "demo.json").unlink()
+    assert raws(folder, one) == [b'{"n": 1}', b'{"n": 2}']
+
+
+def test_a_table_that_does_not_fit_leaves_the_last_one_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: pa.Table, path: Path) -> None:
+        path.write_bytes(b"PAR1")
+        raise OSError("no space left")
+
+    path = tmp_path / "demo.parquet"
+    replace_table(path, pa.table({"n": [1]}))
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(OSError, match="no space left"):
+        replace_table(path, pa.table({"n": [2]}))
+    assert pq.read_table(path)["n"].to_pylist() == [1]
+    assert [one.name for one in tmp_path.iterdir()] == ["demo.parquet"]

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from hs_assets.cli import main
-from hs_assets.config import Project
-from hs_assets.errors import StoreError
+from hs_assets.config import Project, load_project
+from hs_assets.errors import PromptError, StoreError
 from hs_assets.extraction.status import status
 from hs_assets.samples.prompts import find_counts, table_path
 from hs_assets.wire.rid import Rid
@@ -107,3 +107,18 @@ def test_the_demo_fails_where_a_row_does(project: Project) -> None:
         server.fault = healthy
         result = CliRunner().invoke(main, ["demo", "--home", str(project.home.root)])
         assert (result.exit_code, "NOT COMPLETE" in result.stderr) == (0, False)
+
+
+def test_a_partition_of_a_source_that_is_gone_is_named(project: Project) -> None:
+    config = project.home.config
+    config.write_text(config.read_text() + 'name = "other"\n')
+    with pytest.raises(PromptError, match=r"not configured(.|\n)*where: rows-00000(.|\n)*expected: \['other'\]"):
+        run(load_project(project.home.root))
+
+
+def test_what_the_system_says_of_a_file_is_shown_without_a_traceback(project: Project, tmp_path: Path) -> None:
+    with fake_server(project):
+        run(project)
+    path = tmp_path / "nowhere" / "lineage.parquet"
+    result = CliRunner().invoke(main, ["lineage", "--parquet", str(path), "--home", str(project.home.root)])
+    assert (result.exit_code, result.output.startswith("Error: "), str(path.parent) in result.output) == (1, True, True)

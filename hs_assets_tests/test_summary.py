@@ -74,6 +74,7 @@ def test_a_partition_without_a_manifest(paths):
         pytest.param(lambda body: body.update(source_rows=None), id="null"),
         pytest.param(lambda body: body["ledger"].update(dropped=[]), id="a list"),
         pytest.param(lambda body: body["ledger"].update(stored=2), id="a ledger that does not balance"),
+        pytest.param(lambda body: body["ledger"].update(stored=-1, dropped={"x": body["rows"] + 1}), id="fewer than none"),
     ],
 )
 def test_where_the_head_is_odd_the_rows_are_counted(paths, change):
@@ -100,4 +101,10 @@ def test_a_newer_version(paths):
     path = paths.manifest(LAYER_SET, KEY)
     path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
     with pytest.raises(StoreVersionError):
+        find_summary(paths, LAYER_SET, KEY)
+
+
+def test_a_manifest_that_cannot_be_opened(paths):
+    paths.manifest(LAYER_SET, KEY).mkdir(parents=True)
+    with pytest.raises(StoreError, match="a manifest cannot be read"):
         find_summary(paths, LAYER_SET, KEY)

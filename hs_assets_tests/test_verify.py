@@ -205,3 +205,29 @@ def test_a_manifest_is_compared_with_its_place(damaged):
     details = [problem.detail for problem in problems_of(paths)]
     assert len(details) == 4
     assert all("residual ids [2, 4, 8]" in detail for detail in details)
+
+
+METADATA = {
+    "a generation without its partition": ("zarr.json", lambda body: body["attributes"].pop("partition")),
+    "an array without sizes of chunks": (
+        "final/zarr.json",
+        lambda body: body["codecs"][0]["configuration"].update(chunk_shape=[0, 16]),
+    ),
+    "a codec that is a number": ("final/zarr.json", lambda body: body.update(chunk_key_encoding=5)),
+    "a shard larger than any file": (
+        "final/zarr.json",
+        lambda body: body["chunk_grid"]["configuration"].update(chunk_shape=[2**70, 16]),
+    ),
+    "offsets of nothing": ("offsets/zarr.json", lambda body: body.update(shape=[0])),
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_metadata_that_cannot_be(damaged, what):
+    paths, folder = damaged
+    name, change = METADATA[what]
+    path = folder / name
+    body = json.loads(path.read_text())
+    change(body)
+    path.write_text(json.dumps(body))
+    assert {problem.partition for problem in problems_of(paths)} == {"demo-00001"}

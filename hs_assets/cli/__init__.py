@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
@@ -21,12 +22,16 @@ from hs_assets.errors import HsAssetsError
 
 
 class _Group(click.Group):
-    """Shows our own errors as text, without a traceback."""
+    """Shows our own errors, and those of files and disks, as text, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except HsAssetsError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # who read our output had enough: click ends quietly
+                raise
             raise click.ClickException(str(error)) from error
 
 

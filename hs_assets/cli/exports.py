@@ -143,7 +143,7 @@ def _export(
     from hs_assets.store import open_store
 
     project, trainer = load_project(home, config), TRAINERS[trainer_name]
-    store, folder = open_store(project.store_path), ExportFolder(destination.absolute())
+    store, folder = open_store(project.store_path), ExportFolder(destination.resolve())
     chosen = layer_set or _configured(project)
     manifests, mapping = choose_manifests(store, chosen, partitions), find_mapping(project.home.root / FILE)
     begin(folder, manifests[0], trainer)

@@ -30,11 +30,15 @@ class SamplesVersion:
 
 
 def stored_versions(instance: dg.DagsterInstance) -> Mapping[str, SamplesVersion]:
-    """Partition → the version that its latest materialisation has; partitions that have none are not in it. One query."""
+    """Partition → the version that its latest materialisation has; partitions that have none are not in it. One query.
+
+    Somebody may have reported a materialisation with a version of another form: it is none of ours, so nothing is known.
+    """
     tags = instance.event_log_storage.get_latest_tags_by_partition(
         SAMPLES, DagsterEventType.ASSET_MATERIALIZATION, [_DATA_VERSION]
     )
-    return {partition: SamplesVersion(*found[_DATA_VERSION].split("/", 2)) for partition, found in tags.items()}
+    versions = {partition: found[_DATA_VERSION].split("/", 2) for partition, found in tags.items()}
+    return {partition: SamplesVersion(*parts) for partition, parts in versions.items() if len(parts) == 3}
 
 
 def spec_marks(instance: dg.DagsterInstance, fingerprint: str) -> dict[str, SamplesVersion]:

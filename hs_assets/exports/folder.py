@@ -43,6 +43,15 @@ class ExportFolder:
         """Beside the folder, on the same disk: what is being written, and locks."""
         return self.root.parent / f".{self.root.name}.unfinished"
 
+    def require_room_beside(self) -> None:
+        """Raise ExportError where nothing can be renamed into the folder from beside it: it is the root of a disk."""
+        if self.root.is_mount():
+            raise ExportError(
+                "a folder where a disk is mounted has no place beside it for what is being written",
+                where=self.root,
+                remedy=f"export to a folder in it, such as {self.root / 'export'}",
+            )
+
     @contextmanager
     def staging(self, name: str) -> Iterator[Path]:
         """An empty folder for what `publish` will name `name`. One process at a time has it; what is left in it is removed."""

@@ -7,8 +7,10 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
 
+from hs_assets.errors import ExportError
 from hs_assets.exports.export import Exported, Progress, export_partition
 from hs_assets.exports.folder import ExportFolder
 from hs_assets.exports.trainer import Trainer
@@ -32,7 +34,8 @@ def export_partitions(
     """Export partitions as `export_partition` does, `processes` at once (by default one a core); gives each as it is done.
 
     Raises:
-        ExportError, StoreError: of the first that failed, once those that had begun have ended and were given.
+        ExportError, StoreError: of the first that failed, once those that had begun have ended and were given; or one of the
+            processes was killed.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(manifests))
     if processes == 1:
@@ -57,18 +60,28 @@ def export_partitions(
                 if (error := one.exception()) is None:
                     yield one.result()
                 elif failed is None:
-                    failed = error
+                    failed = _killed(folder) if isinstance(error, BrokenProcessPool) else error
                     for other in running:
                         other.cancel()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # where somebody interrupts, what has not begun does not
+        for one in running:  # where somebody interrupts, what has not begun does not
+            one.cancel()
         while any(one.running() for one in running):  # and what has can still tell
             time.sleep(_SECONDS)
             while not told.empty():
                 told.get()
-        pool.shutdown()
+        pool.shutdown()  # waits for processes that only start: without the queue they would end with a traceback
     if failed is not None:
         raise failed
+
+
+def _killed(folder: ExportFolder) -> ExportError:
+    return ExportError(
+        "a process that exported was killed",
+        where=folder.root,
+        got="most often by the system, for want of memory",
+        remedy="export again with fewer --processes: what is exported stays",
+    )
 
 
 def _begin(told: SimpleQueue[tuple[str, int]]) -> None:

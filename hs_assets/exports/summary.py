@@ -26,9 +26,10 @@ def begin(folder: ExportFolder, manifest: Manifest, trainer: Trainer) -> None:
     """Claim a folder for the export that `manifest` is a partition of.
 
     Raises:
-        ExportError: something else is in it, or another export.
+        ExportError: something else is in it, or another export, or it is a disk of its own.
     """
     trainer.layer_ids(LayerSet.parse(manifest.layer_set))
+    folder.require_room_beside()
     with folder.locked(_LOCK):
         for name in (MANIFEST, CONFIG):  # what a killed export had not finished
             for left in folder.root.glob(f".{name}.*.tmp"):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError
@@ -31,15 +33,15 @@ def require_room(project: Project, target: Target, backfill: str, wanted: Callab
 
     Arguments:
         backfill: its id.
-        wanted: what it is to extract; called by the first run only.
+        wanted: what it is to extract; called by the first run, and until it fits where dumps stay.
     """
     path = project.home.reports / f"backfill-{backfill}.need.json"
     with alone(project, f"backfill-{backfill}", say):
-        if path.exists():
-            need = Need(**json.loads(path.read_text()))
+        if (known := _read(path)) is not None:
+            need = known
             if not need.problems:
                 return
-            judge(project, need)
+            judge(project, need, wanted().partitions if need.kept else None)  # beside dumps of others, where they stay
         else:
             whole = wanted()
             need = predict(project, target, whole.partitions, kept=whole.kept)
@@ -58,3 +60,10 @@ def require_room(project: Project, target: Target, backfill: str, wanted: Callab
             got="\n".join(need.problems),
             remedy='make room, then launch "failed and missing"; or launch it for fewer partitions (hs-assets plan PARTITION …)',
         )
+
+
+def _read(path: Path) -> Need | None:
+    """The need that was kept; None where there is none, or another version's or half of one."""
+    with suppress(FileNotFoundError, ValueError, TypeError):
+        return Need(**json.loads(path.read_text()))
+    return None

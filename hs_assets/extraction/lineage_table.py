@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
+import stat
 from pathlib import Path
 
+from hs_assets.errors import ExportError
 from hs_assets.store.lineage import LineageRow, Question, lineage_rows
 from hs_assets.store.reader import Store
 
@@ -29,7 +31,11 @@ def write_lineage_table(store: Store, path: Path, question: Question | None = No
 
     Raises:
         StoreError: a manifest cannot be read; nothing is written then.
+        ExportError: what is at `path` is no file: a device or a pipe would be replaced by one.
     """
+    if path.exists() and not path.is_file():
+        problem, remedy = "a table can replace only a file", "name a file, or a place where nothing is"
+        raise ExportError(problem, where=path, got=stat.filemode(path.stat().st_mode), remedy=remedy)
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hs_assets.config import Project
-from hs_assets.errors import StoreError
+from hs_assets.errors import PromptError, StoreError
 from hs_assets.samples.model import read_model_facts
 from hs_assets.samples.prompts import find_counts
 from hs_assets.samples.source_index import SourceIndex
@@ -67,8 +67,17 @@ def sources(project: Project) -> list[Source]:
 
 
 def source_of(project: Project, key: str) -> Source:
-    """The source that a partition is of."""
-    return next(source for source in sources(project) if source.name == key.rpartition("-")[0])
+    """The source that a partition is of.
+
+    Raises:
+        PromptError: it is not configured any more.
+    """
+    named = {source.name: source for source in sources(project)}
+    if (name := key.rpartition("-")[0]) not in named:
+        problem = "a partition of a source that is not configured"
+        remedy = "name the source again in prompts.sources; what is stored of it stays readable"
+        raise PromptError(problem, where=key, expected=sorted(named), got=name, remedy=remedy)
+    return named[name]
 
 
 def status(project: Project, layer_set_id: str | None = None, keys: Collection[str] | None = None) -> list[PartitionStatus]:

@@ -9,6 +9,8 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,30 +162,50 @@ def write_partition(partition: PromptPartition, folder: Path) -> Path:
 
 
 def find_counts(folder: Path, key: str) -> PromptCounts | None:
-    """The counts of a partition's prompts, if they were made: from its table's metadata, without the rows."""
+    """The counts of a partition's prompts, if they were made: from its table's metadata, without the rows.
+
+    Raises:
+        PromptError: the table is damaged.
+    """
     import pyarrow.parquet as pq
 
     path = table_path(folder, key)
     if not path.exists():
         return None
-    said = (pq.read_schema(path).metadata or {}).get(_COUNTS.encode())
-    # An earlier version did not write them.
-    return PromptCounts(**json.loads(said)) if said is not None else read_partition_table(folder, key).counts
+    with _readable(path):
+        said = (pq.read_schema(path).metadata or {}).get(_COUNTS.encode())
+        # An earlier version did not write them.
+        return PromptCounts(**json.loads(said)) if said is not None else read_partition_table(folder, key).counts
 
 
 def read_partition_table(folder: Path, key: str) -> PromptPartition:
     """The partition as it was written.
 
     Raises:
-        PromptError: its prompts were never made.
+        PromptError: its prompts were never made, or the table is damaged.
     """
-    import pyarrow.parquet as pq
-
     path = table_path(folder, key)
     if not path.exists():
         raise PromptError(
             "the prompts of this partition were not made yet", where=key, expected=path, remedy="materialise prompts first"
         )
+    with _readable(path):
+        return _read_table(path, key)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise PromptError where a table cannot be read, or is something else."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own are some of them
+        remedy = "materialise prompts of this partition again"
+        raise PromptError("a table of prompts cannot be read", where=path, got=repr(error), remedy=remedy) from error
+
+
+def _read_table(path: Path, key: str) -> PromptPartition:
+    import pyarrow.parquet as pq
+
     table = pq.read_table(path)
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     lists = zip(_lists(table["input_ids"]), _lists(table["loss_mask"]), strict=True)

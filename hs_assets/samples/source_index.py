@@ -52,7 +52,7 @@ def read_entries(folder: Path, source: str, start: int, end: int) -> list[Entry]
     import pyarrow.parquet as pq
 
     groups = range(start // _ROW_GROUP, (end - 1) // _ROW_GROUP + 1)
-    with pq.ParquetFile(_table(folder, source)) as file:
+    with _readable(path := _table(folder, source)), pq.ParquetFile(path) as file:
         table = file.read_row_groups(list(groups)).slice(start - groups.start * _ROW_GROUP, end - start)
     return [Entry(**entry) for entry in table.to_pylist()]
 
@@ -61,18 +61,29 @@ def read_index(folder: Path, source: str) -> SourceIndex | None:
     """The index of a source, if there is one.
 
     Raises:
-        PromptError: it was made by another version.
+        PromptError: it was made by another version, or is damaged.
     """
     path = folder / f"{source}.json"
     if not path.exists():
         return None
-    fields = json.loads(path.read_text())
-    if (version := fields.get("version")) != INDEX_VERSION:
-        raise PromptError(
-            "a source index of another version", where=path, expected=INDEX_VERSION, got=version, remedy="delete it"
-        )
-    fields["files"] = tuple(DataFile(**file) for file in fields["files"])
-    return SourceIndex(**{**fields, "starts": tuple(fields["starts"]), "repeats": tuple(fields["repeats"])})
+    with _readable(path):
+        fields = json.loads(path.read_text())
+        if (version := fields["version"]) != INDEX_VERSION:
+            raise PromptError(
+                "a source index of another version", where=path, expected=INDEX_VERSION, got=version, remedy="delete it"
+            )
+        fields["files"] = tuple(DataFile(**file) for file in fields["files"])
+        return SourceIndex(**{**fields, "starts": tuple(fields["starts"]), "repeats": tuple(fields["repeats"])})
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise PromptError where a file of the index cannot be read, or is something else."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own are some of them
+        remedy = f"delete {path.with_suffix('.json')}: the source is read again"
+        raise PromptError("a source index cannot be read", where=path, got=repr(error), remedy=remedy) from error
 
 
 def write_index(folder: Path, source: str, index: SourceIndex) -> None:
@@ -89,7 +100,7 @@ def read_hashes(folder: Path, source: str) -> Iterator[tuple[int, str, str | Non
     import pyarrow.parquet as pq
 
     number = 0
-    with pq.ParquetFile(_table(folder, source)) as file:
+    with _readable(path := _table(folder, source)), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(_ROW_GROUP, columns=["sha256", "duplicate_of"]):
             for entry in batch.to_pylist():
                 yield number, entry["sha256"], entry["duplicate_of"]

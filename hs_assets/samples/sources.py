@@ -137,8 +137,12 @@ def replace_table(path: Path, table: pa.Table) -> None:
     import pyarrow.parquet as pq
 
     temporary = aside(path)
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    try:
+        pq.write_table(table, temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _current(folder: Path, source: Source, partitioning: Partitioning) -> SourceIndex | None:

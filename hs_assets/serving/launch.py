@@ -164,7 +164,8 @@ def spool_budget(project: Project) -> int:
         return read_capture_config(Spool(project.spool_path)).spool_bytes
     root = project.settings.server.spool_root
     held = sum(found.st_blocks * 512 for found in Spool(project.spool_path).data_stats())  # part of the budget, not of the rest
-    free = shutil.disk_usage(root).free + held
+    there = next(path for path in (root, *root.parents) if path.exists())
+    free = shutil.disk_usage(there).free + held
     budget = project.settings.server.spool_bytes or free // 2
     if budget > free or budget < _MIN_SPOOL_BYTES:
         raise SpoolError(
@@ -202,6 +203,9 @@ def expose_plugin(folder: Path) -> Path:
     """A folder that holds this very package and its entry points, and nothing else of this environment; for PYTHONPATH.
 
     So the server always runs the source that the pipeline has, whatever is installed in SGLang's environment.
+
+    Raises:
+        ConfigError: PYTHONPATH cannot name the folder.
     """
     try:
         distribution = importlib.metadata.distribution("hs-assets")
@@ -209,6 +213,12 @@ def expose_plugin(folder: Path) -> Path:
         raise ServerStartError(
             "hs-assets is not installed in this environment", remedy="pip install -e . in the checkout"
         ) from error
+    if os.pathsep in str(folder):
+        raise ConfigError(
+            f"SGLang finds no plugin in a path with {os.pathsep!r}, which PYTHONPATH would cut there",
+            where=folder,
+            remedy="choose another home (--home, HS_ASSETS_HOME)",
+        )
     info = folder / f"hs_assets-{distribution.version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     for name in ("METADATA", "entry_points.txt"):

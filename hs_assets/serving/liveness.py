@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 
-from hs_assets.errors import ServerDiedError
+from hs_assets.errors import ServerDiedError, WireError
 from hs_assets.serving.state import UP, ServerFolder, ServerState, log_tail, read_counters
 from hs_assets.wire.records import CountersRecord
 from hs_assets.wire.spool import Spool
@@ -84,6 +85,20 @@ def listens(url: str) -> bool:
 
 
 def capturing(spool: Spool) -> str | None:
-    """The name of the server that captures into a spool at this moment, if one does."""
-    counters = read_counters(spool, 0)
-    return counters.server if counters is not None and time.time() - counters.at < _FRESH_SECONDS else None
+    """The name of the server that captures into a spool at this moment, if one does.
+
+    What is left there tells nothing, whatever it is: counters of another version, or of a time that is yet to come because
+    the clock was set back since.
+    """
+    try:
+        counters = read_counters(spool, 0)
+    except WireError:
+        with suppress(FileNotFoundError):
+            if _is_now(spool.counters(0).stat().st_mtime):
+                return "a server of another version of hs-assets"
+        return None
+    return counters.server if counters is not None and _is_now(counters.at) else None
+
+
+def _is_now(seconds: float) -> bool:
+    return abs(time.time() - seconds) < _FRESH_SECONDS

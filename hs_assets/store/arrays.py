@@ -113,8 +113,9 @@ class StoredArray:
     def _read_index(self, descriptor: int, size: int, path: Path) -> list[tuple[int, int]]:
         """(offset, bytes) of each chunk of a shard."""
         length = self.shard_rows // self.chunk_rows * 16
-        data = os.pread(descriptor, length + CRC_BYTES, max(0, size - length - CRC_BYTES))
-        if len(data) != length + CRC_BYTES or data[length:] != crc32c(data[:length]):
+        whole = length + CRC_BYTES <= size
+        data = os.pread(descriptor, length + CRC_BYTES, size - length - CRC_BYTES) if whole else b""
+        if not whole or data[length:] != crc32c(data[:length]):
             raise ValueError(f"the index of a shard is damaged: {path}")
         return [(int(place), int(n)) for place, n in np.frombuffer(data, "<u8", length // 8).reshape(-1, 2)]
 
@@ -125,7 +126,14 @@ def open_array(folder: Path) -> StoredArray:
     Raises:
         OSError, KeyError, ValueError, TypeError: its metadata cannot be read, or names a codec that is not read here.
     """
-    metadata = json.loads((folder / "zarr.json").read_text())
+    try:
+        return _described(folder, json.loads((folder / "zarr.json").read_text()))
+    except AttributeError as error:  # something else where an object should be
+        raise TypeError(f"{folder}: {error}") from error
+
+
+def _described(folder: Path, metadata: dict[str, Any]) -> StoredArray:
+    """The array that its metadata describe."""
     rows, *row_shape = metadata["shape"]
     shard_rows, *whole = metadata["chunk_grid"]["configuration"]["chunk_shape"]
     codecs, chunk_rows = metadata["codecs"], shard_rows
@@ -140,6 +148,9 @@ def open_array(folder: Path) -> StoredArray:
     plain_keys = keys["name"] == "default" and keys.get("configuration", {}).get("separator", "/") == "/"
     if _names(codecs) not in _CHUNK_CODECS or not plain_keys or metadata["zarr_format"] != 3:
         raise ValueError(f"{folder}: codecs {_names(codecs)} are not read here, only {_CHUNK_CODECS}")
+    sizes = [shard_rows, chunk_rows, *row_shape]
+    if type(rows) is not int or rows < 0 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"{folder}: {rows} rows of {row_shape} in chunks of {chunk_rows} and shards of {shard_rows}")
     if list(whole) != row_shape or shard_rows % chunk_rows:
         raise ValueError(f"{folder}: chunks of {[chunk_rows, *whole]} do not hold whole rows of {row_shape}")
     dtype = _DTYPES[metadata["data_type"]]

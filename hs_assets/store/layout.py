@@ -49,11 +49,8 @@ class StorePaths:
 def create(root: Path) -> StorePaths:
     """The store at `root`, made if it is not there yet."""
     if not (root / "zarr.json").exists():
-        root.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {_ATTRIBUTE: STORE_VERSION}}, indent=2)
-        temporary = root / f".zarr.json.{secrets.token_hex(4)}.tmp"
-        temporary.write_text(text)
-        temporary.replace(root / "zarr.json")
+        replace_file(root / "zarr.json", text)
     return check(root)
 
 
@@ -91,14 +88,18 @@ def array_name(residual_id: int, final: int) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that it is there whole, also after a power cut, or not at all."""
+    """Write a file so that it is there whole, also after a power cut, or not at all; on a full disk nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

@@ -35,7 +35,7 @@ def find_summary(paths: StorePaths, layer_set_id: str, partition: str) -> Manife
     both say the same is what `hs-assets verify` checks.
 
     Raises:
-        StoreError: the manifest is cut, or not a manifest.
+        StoreError: the manifest is cut, not a manifest, or cannot be opened.
         StoreVersionError: it was written by a newer version.
     """
     path = paths.manifest(layer_set_id, partition)
@@ -45,6 +45,8 @@ def find_summary(paths: StorePaths, layer_set_id: str, partition: str) -> Manife
             whole = os.pread(file.fileno(), len(_END), max(0, size - len(_END))) == _END
     except FileNotFoundError:
         return None
+    except OSError:
+        return summary_of(read_manifest(path))
     text, found, _ = head.partition(_AFTER_HEAD)
     return (_from_head(text + b"}") if found and whole else None) or summary_of(read_manifest(path))
 
@@ -58,7 +60,7 @@ def _from_head(text: bytes) -> ManifestSummary | None:
         reasons = [*ledger.dropped.values(), *ledger.failed.values()]
         counts = [ledger.rows, ledger.stored, *reasons, head["tokens"], head["source_rows"]]
         known = (head["format"], head["version"]) == (FORMAT, MANIFEST_VERSION)
-        if not known or not all(type(count) is int for count in counts) or not ledger.balances:
+        if not known or not all(type(count) is int and count >= 0 for count in counts) or not ledger.balances:
             return None
         return ManifestSummary(head["state_fingerprint"], ledger, head["tokens"], head["source_rows"])
     except (ValueError, KeyError, TypeError, AttributeError):

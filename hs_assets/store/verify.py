@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -69,6 +70,9 @@ def verify(store: Store, processes: int | None = None) -> Iterator[Checked]:
     Checked: manifests, ledgers and lineage records; that generations have the samples where the manifest says; that every
     array can be read whole, its checksums with it; token hash, and length and sum of the mask; that the residual ids are
     those of the layer set; final norms.
+
+    Raises:
+        StoreError: one of the processes was killed.
     """
     tasks = list(_tasks(store.paths))
     processes = processes or len(os.sched_getaffinity(0))
@@ -77,7 +81,15 @@ def verify(store: Store, processes: int | None = None) -> Iterator[Checked]:
     else:
         context = multiprocessing.get_context("forkserver")
         with ProcessPoolExecutor(min(processes, len(tasks)), context, end_with_parent) as pool:
-            yield from pool.map(partial(_check, store.paths), tasks)
+            try:
+                yield from pool.map(partial(_check, store.paths), tasks)
+            except BrokenProcessPool as error:
+                raise StoreError(
+                    "a process that verified was killed",
+                    where=store.paths.root,
+                    got="most often by the system, for want of memory",
+                    remedy="verify again with fewer --processes",
+                ) from error
     yield from _final_norms(store.paths)
 
 
@@ -139,17 +151,19 @@ def _claims(paths: StorePaths, manifest: Manifest, path: Path) -> Iterator[str]:
         folder = paths.generation(manifest.state_fingerprint, manifest.partition, name)
         try:
             attributes = json.loads((folder / "zarr.json").read_text())["attributes"]
+            of = attributes["partition"], attributes["state_fingerprint"]
             rows, offsets = open_generation(folder).input_ids.rows, open_array(folder / "offsets").read().tolist()
+            end = offsets[-1]
         except StoreError as error:
             yield str(error)
         except (OSError, LookupError, ValueError, TypeError) as error:
             yield f"generation {name} cannot be read: {error!r}"
         else:
-            if (attributes["partition"], attributes["state_fingerprint"]) != (manifest.partition, manifest.state_fingerprint):
-                yield f"generation {name} says that it is of {attributes['partition']}, {attributes['state_fingerprint']}"
+            if of != (manifest.partition, manifest.state_fingerprint):
+                yield f"generation {name} says that it is of {of[0]}, {of[1]}"
             places = set(pairwise(offsets))
-            if offsets[-1] != rows or offsets != sorted(offsets):
-                yield f"generation {name} has {rows} rows, and offsets that end at {offsets[-1]}"
+            if end != rows or offsets != sorted(offsets):
+                yield f"generation {name} has {rows} rows, and offsets that end at {end}"
             for sample in manifest.samples:
                 for part in sample.parts:
                     if part.generation == name and (part.offset, part.offset + sample.tokens) not in places:
