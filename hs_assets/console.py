@@ -27,7 +27,8 @@ from hs_assets.wire.records import CountersRecord
 
 def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
     """A line a partition, and their sum."""
-    table = Table(title="ledger: in = stored + dropped + failed (+ pending, before extraction)", title_justify="left")
+    of = f" of layer set {partitions[0].layer_set}" if partitions else ""
+    table = Table(title=f"ledger{of}: in = stored + dropped + failed (+ pending, before extraction)", title_justify="left")
     table.add_column("partition")
     table.add_column("state")
     for name in ("in", "stored", "dropped", "failed", "pending", "tokens"):
@@ -93,7 +94,7 @@ def server_lines(
         f"identity  {state.identity}, states {state.state_fingerprint}, residual ids {', '.join(map(str, state.residual_ids))}",
         f"process   {state.pid} (SGLang {state.sglang_version}), {owner}, at {state.url}",
         f"started   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.started_at))}{uptime}",
-        f"spool     {state.spool}: {dumps} requests and dumps have room, {used:,} of {state.spool_bytes:,} bytes",
+        f"spool     {state.spool}: {dumps} requests and dumps hold {used:,} of {state.spool_bytes:,} bytes",
         f"log       {state.log or 'where it was started'}",
         f"says      {state.message}",
     ]
@@ -102,7 +103,7 @@ def server_lines(
         lines += [
             f"captured  {counters.dumps:,} dumps, {counters.tokens:,} tokens, {counters.bytes:,} bytes; failed: {failures}",
             f"now       {counters.tokens_per_second:,.0f} tokens/s, {counters.pending_bytes:,} bytes not written yet",
-            f"at most   {counters.spool_high_water_bytes:,} bytes in the spool, {counters.device_high_water_bytes:,} on the GPU",
+            f"at most   {counters.spool_high_water_bytes:,} bytes in the spool, {counters.device_high_water_bytes:,} uncopied",
             f"spent     {counters.writer_seconds:.1f} s by writers, {counters.scheduler_seconds:.2f} s on the scheduler's thread",
         ]
     return lines + [f"lease     {lease.purpose} (pid {lease.pid}, {time.time() - lease.since:.0f} s)" for lease in leases]

@@ -138,6 +138,7 @@ def test_the_command(store, home, tmp_path):
     assert [json.loads(line)["sample_id"] for line in run.stdout.splitlines()] == [ALL[1]]
     nothing = ask(home, "--spec", "ffff")
     assert (nothing.exit_code, nothing.stdout) == (1, "")
+    assert "no row is an answer" in nothing.stderr
     table = ask(home, "--source", "demo", "--parquet", str(tmp_path / "t.parquet"))
     assert table.exit_code == 0
     assert pq.read_table(tmp_path / "t.parquet").num_rows == 5
@@ -149,7 +150,10 @@ def test_the_command(store, home, tmp_path):
 def test_the_command_for_a_sample(store, home):
     record = json.loads(ask(home, ALL[1], "--json").stdout)
     assert (record["sample_id"], record["source_row"], record["parts"][1]["run_id"]) == (ALL[1], 1, "run-2")
-    assert ask(home, "demo-00000/0009").exit_code == 1
+    absent, dropped = ask(home, "demo-00000/0009"), ask(home, "demo-00000/0002")
+    assert (absent.exit_code, absent.stdout) == (1, "")
+    assert "no such sample" in absent.stderr
+    assert (dropped.exit_code, dropped.stdout.split("  ")[2]) == (0, "dropped")
 
 
 def test_a_pipe_or_a_device_is_not_replaced_by_a_table(store, tmp_path):

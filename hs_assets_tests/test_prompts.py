@@ -172,7 +172,7 @@ def test_the_length_that_is_allowed(tokenizer: ChatTokenizer) -> None:
     assert reasons(partition(tokenizer, GOOD, limits=PromptLimits(length, 480))) == [None]
     made = partition(tokenizer, GOOD, limits=PromptLimits(length - 1, 480))
     assert made.rows[0].content == Dropped(
-        "too_long", f"{length} tokens, at most {length - 1} (prompts.max_tokens, or the model's context less one)"
+        "too_long", f"{length} tokens, at most {length - 1} (prompts.max_tokens, or what SGLang takes of the model's context)"
     )
 
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from hs_assets.config import Project
 from hs_assets.errors import ServerError, ServerStartError
 from hs_assets.extraction.extract import Report, extract
+from hs_assets.serving.client import ask
 from hs_assets.serving.launch import make_launch_plan, resolve
 from hs_assets.serving.server import describe, lease_server, stop_server
 from hs_assets.serving.state import FAILED, STOPPED, UP, ServerFolder, lives
@@ -59,6 +61,18 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hs_assets.cli", *map(str, arguments)], capture_output=True, text=True, check=False
     )
+
+
+def test_the_longest_prompt_of_a_context_that_one_chunk_fills(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", 1)
+    with temporary_home(tmp_path / "home") as home:
+        project = write_project(home, checkpoint("llama"), source, server="spool_bytes = 200_000_000")
+        target, folder = resolve(project), ServerFolder(project.home.server)
+        longest = target.facts.max_prompt_tokens
+        with lease_server(folder, make_launch_plan(project, target), "test", say) as state, httpx.Client(trust_env=False) as http:
+            assert f"canary of 17, 96, {longest} tokens passed" in state.message
+            with pytest.raises(httpx.HTTPStatusError, match=rf"{longest + 1} tokens.* exceeds the maximum allowed length"):
+                ask(http, state.url, "too-long", [5] * (longest + 1))
 
 
 def test_two_first_users_start_one_server_which_then_stops_when_idle(project: Project) -> None:

@@ -11,6 +11,7 @@ import click
 
 from hs_assets.cli.options import json_option, project_options
 from hs_assets.config import load_project
+from hs_assets.errors import StoreError
 
 
 @click.command()
@@ -52,14 +53,20 @@ def lineage(
     from hs_assets.store.reader import lineage as record_of
 
     store = open_store(load_project(home, config).store_path)
+    absent = StoreError(
+        "no row is an answer",
+        where=store.paths.root,
+        remedy="hs-assets status lists the partitions, <source>-<number>; their rows are known once one was extracted",
+    )
     question = Question(sample_id, layer_set, partition, source, source_row, run_id, spec)
     if sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None:
-        record = record_of(*store.find(sample_id))
-        if as_json:
-            click.echo(json.dumps(dataclasses.asdict(record)))
+        try:
+            record = record_of(*store.find(sample_id))
+        except StoreError as error:  # it may be a row that has no states
+            absent = error
         else:
-            make_console().print(lineage_tree(record))
-        return
+            click.echo(json.dumps(dataclasses.asdict(record))) if as_json else make_console().print(lineage_tree(record))
+            return
     if parquet is not None:
         count = write_lineage_table(store, parquet, question)
         click.echo(f"{count} rows in {parquet}")
@@ -76,7 +83,8 @@ def lineage(
                 f"{row.sample_id}  {row.layer_set}  {row.outcome}{why}  {row.source_name} row {row.source_row}  run {runs or '-'}"
             )
             click.echo(json.dumps(row.as_dict()) if as_json else line)
-    sys.exit(0 if count else 1)
+    if not count:
+        raise absent
 
 
 @click.command()

@@ -74,7 +74,7 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
             else:
                 need.estimated += 1
                 entries = read_entries(project.home.prompts / "index", name, start, end)
-                most = min(project.settings.prompts.max_tokens, target.facts.context_length)
+                most = min(project.settings.prompts.max_tokens, target.facts.max_prompt_tokens)
                 lengths = [min(entry.bytes // _BYTES_PER_TOKEN, most) for entry in entries if entry.duplicate_of is None]
                 layout = target.layout
                 need.store_bytes += sum(lengths) * len(layout.residual_ids) * layout.hidden_size * ITEM_BYTES[layout.dtype]

@@ -104,7 +104,7 @@ def respond(project: Project, target: Target, key: str, say: Say) -> RespondRepo
         spec = generation_spec(project, tokenizer)
         rules = AnswerRules(
             max_tokens=spec.max_tokens,
-            context_length=target.facts.context_length,
+            context_length=target.facts.max_prompt_tokens,
             vocab_size=target.facts.vocab_size,
             stop_token_ids=spec.stop_token_ids,
             keep_thinking=chosen.keep_thinking,

@@ -83,7 +83,7 @@ def _outside(made: Tokenized, limits: PromptLimits) -> Dropped:
 def _cut(mask: np.ndarray, limits: PromptLimits) -> int | Dropped:
     """How many tokens are kept of a row that is too long."""
     limit, first = limits.max_tokens, int(mask.argmax())
-    length = f"{len(mask)} tokens, at most {limit} (prompts.max_tokens, or the model's context less one)"
+    length = f"{len(mask)} tokens, at most {limit} (prompts.max_tokens, or what SGLang takes of the model's context)"
     if first >= limit:
         return Dropped("truncated_before_supervision", f"{length}; the first supervised one is number {first}")
     if limits.too_long == "drop":
@@ -96,9 +96,9 @@ def _cut(mask: np.ndarray, limits: PromptLimits) -> int | Dropped:
 
 
 def limits_of(settings: PromptSettings, facts: ModelFacts) -> PromptLimits:
-    """What the configuration and the model ask of a prompt: one token must be left of the context for the answer."""
+    """What the configuration and the model ask of a prompt."""
     return PromptLimits(
-        max_tokens=min(settings.max_tokens, facts.context_length - 1),
+        max_tokens=min(settings.max_tokens, facts.max_prompt_tokens),
         vocab_size=facts.vocab_size,
         too_long=settings.too_long,
         min_supervised_tokens=settings.min_supervised_tokens,

@@ -30,6 +30,9 @@ _RMS_NORM_CLASSES = frozenset(
 )
 """Model classes whose final norm is x / rms(x) * weight."""
 
+CONTEXT_MARGIN = 7
+"""Tokens of its context that SGLang does not let a prompt have: it refuses one of ``context - 6`` and longer."""
+
 _DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 
 
@@ -47,6 +50,11 @@ class ModelFacts:
     tied_embeddings: bool
     logit_softcap: float | None
     logit_scale: float
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that SGLang takes."""
+        return self.context_length - CONTEXT_MARGIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hs_assets.errors import HandshakeError, WireError
 from hs_assets.samples.eagle3 import CapturedSample, load_sample
-from hs_assets.samples.model import Head, load_head, read_model_facts
+from hs_assets.samples.model import CONTEXT_MARGIN, Head, load_head, read_model_facts
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import (
     Expected,
@@ -74,7 +74,7 @@ def _prompts(ready: ReadyRecord) -> list[Prompt]:
     """Random ids away from the ends of the vocabulary, where special tokens live."""
     chunk = ready.chunk_tokens
     longest = chunk + chunk // 2 if chunk else _ABOVE_FUSION
-    lengths = [*_LENGTHS, min(longest, ready.context_length - 2)]
+    lengths = [*_LENGTHS, min(longest, ready.context_length - CONTEXT_MARGIN)]
     random = np.random.default_rng(0)
     low, high = ready.vocab_size // 8, ready.vocab_size * 3 // 4
     return [Prompt.supervised(row, random.integers(low, high, length)) for row, length in enumerate(lengths)]

@@ -32,6 +32,7 @@ _AHEAD = 2
 _POLL_SECONDS = 0.005
 _IDLE_SECONDS = 1.0
 _NOTICE_SECONDS = 3.0
+_TOLD_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,10 @@ def ask(http: httpx.Client, url: str, rid: str, input_ids: list[int]) -> AnswerR
             "top_logprobs_num": TOP_LOGPROBS,
         },
     )
-    response.raise_for_status()
+    if response.is_error:
+        raise httpx.HTTPStatusError(
+            f"{response.status_code}: {response.text[:_TOLD_CHARACTERS]}", request=response.request, response=response
+        )
     info: dict[str, Any] = response.json()["meta_info"]
     top = (info["output_top_logprobs"] or [()])[0]
     return AnswerRecord(
