@@ -150,7 +150,11 @@ def test_a_failed_partition_leaves_the_others_alone_and_is_redone_alone(
         assert (run.status, run.tags["dagster/partition"]) == (dg.DagsterRunStatus.SUCCESS, KEYS[1])
         assert server.rows == [1]
     assert failed_and_missing(project, instance) == []
+    config = project.home.config  # a page is on what was made, also where another layer set is configured by then
+    config.write_text(config.read_text().replace("layers = [2, 4]", "layers = [2, 5]"))
     page = summary(project, instance, "second")
+    assert "- rows: 2 = 1 stored + 1 dropped + 0 failed + 0 pending" in page
+    assert "of layer set r2-4-8" in page
     assert "- partitions: 1, of which 0 are not made" in page
     assert "| rejected(finite) | 1 |" in page
     assert "1 are not made" in (project.home.reports / "backfill-first.md").read_text()  # as it was then

@@ -75,6 +75,8 @@ def test_a_layer_set_that_nobody_knows_is_an_error_that_names_the_known_ones(pro
     config.write_text(config.read_text().replace("layers = [2, 4]", "layers = [2, 5]"))
     assert asked(project, "--layer-set", "r2-4-8")[0] == 0
     assert asked(project, "--layer-set", "r2-5-8")[0] == 0
+    changed = load_project(project.home.root)
+    assert [(one.state, one.pending) for one in (*status(changed), *status(changed, "r2-4-8"))] == [("stale", 6), ("complete", 0)]
     code, printed = asked(project, "--layer-set", "r1-8")
     assert (code, "expected: r2-4-8 or r2-5-8" in printed, "got: r1-8" in printed) == (1, True, True)
     with pytest.raises(StoreError, match="no such layer set"):

@@ -41,9 +41,10 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
     began, outcomes = time.monotonic(), []
     for outcome in materialize(project, build_definitions(project), say):
         outcomes.append(outcome)
-        said = "complete" if outcome.problem is None else f"NOT COMPLETE: {outcome.problem}"
-        did = f"{outcome.tokens:,} tokens captured" if outcome.tokens else "nothing had to be captured"
-        say(f"{outcome.partition}: {said}, {did} ({time.monotonic() - began:.0f} s since the beginning)")
+        said = f"complete, {outcome.tokens:,} tokens captured" if outcome.tokens else "complete, nothing had to be captured"
+        if outcome.problem is not None:
+            said = f"NOT COMPLETE: {outcome.problem}"
+        say(f"{outcome.partition}: {said} ({time.monotonic() - began:.0f} s since the beginning)")
     partitions = status(project)
     console.print(ledger_table(partitions))
     view = open_store(project.store_path).layer_set(partitions[0].layer_set)
@@ -51,6 +52,7 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
         tokens, size = sum(one.tokens for one in partitions), sum(one.bytes for one in partitions)
         captured, seconds = sum(one.tokens for one in outcomes), sum(one.seconds for one in outcomes)
         speed = f"{captured / seconds:,.0f} tokens/s captured now" if captured else "nothing had to be captured"
+        speed = "not all is complete" if any(outcome.problem for outcome in outcomes) else speed
         stored = sum(one.stored for one in partitions)
         console.print(f"{stored} samples, {tokens:,} tokens, {size:,} bytes of states in {project.store_path}; {speed}")
         own, other = max(one.own_logprob for one in outcomes), min(one.other_logprob for one in outcomes)

@@ -11,7 +11,7 @@ from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
 from hs_assets.config import Project
 from hs_assets.defs.processes import fail_dead_runs
 from hs_assets.defs.project import ProjectResource
-from hs_assets.defs.recorded import SAMPLES
+from hs_assets.defs.recorded import SAMPLES, stored_versions
 from hs_assets.extraction.backfill_summary import FinishedBackfill, summarize
 from hs_assets.extraction.status import status
 from hs_assets.extraction.tidy import tidy
@@ -77,16 +77,19 @@ def _page(project: Project, instance: dg.DagsterInstance, graph: AssetGraph, bac
         return f"# Backfill {backfill.backfill_id}: {backfill.status.value}\n\nIts partitions are not known any more: {error}\n"
     partitions = sorted(_samples(data.target_subset))
     runs = instance.get_runs(dg.RunsFilter(tags={"dagster/backfill": backfill.backfill_id}))
+    made, versions = frozenset(_samples(data.materialized_subset)), stored_versions(instance)
+    layer_sets = {versions[key].layer_set for key in made if key in versions}
     finished = FinishedBackfill(
         backfill_id=backfill.backfill_id,
         outcome=backfill.status.value.lower().replace("_", ", "),
         began=began.isoformat(" ", "seconds"),
         seconds=max(0.0, ended - backfill.backfill_timestamp),
         partitions=partitions,
-        made=frozenset(_samples(data.materialized_subset)),
+        made=made,
         runs={run.tags["dagster/partition"]: run.run_id for run in reversed(runs) if "dagster/partition" in run.tags},
     )
-    return summarize(finished, status(project, keys=set(partitions)))
+    # The configuration may have another layer set by now.
+    return summarize(finished, status(project, layer_sets.pop() if len(layer_sets) == 1 else None, set(partitions)))
 
 
 def _samples(subset: AssetGraphSubset) -> set[str]:

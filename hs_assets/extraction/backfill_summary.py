@@ -40,7 +40,7 @@ def summarize(backfill: FinishedBackfill, statuses: Sequence[PartitionStatus]) -
         "",
         f"- partitions: {len(backfill.partitions)}, of which {len(not_made)} are not made",
         f"- rows: {rows:,} = {stored:,} stored + {dropped.total():,} dropped + {failed.total():,} failed + {pending:,} pending",
-        f"- states: {tokens:,} tokens, {size:,} bytes",
+        f"- states: {tokens:,} tokens, {size:,} bytes, of layer set {', '.join({one.layer_set for one in statuses}) or 'none'}",
     ]
     for title, reasons in (("Dropped", dropped), ("Failed", failed)):
         if reasons:

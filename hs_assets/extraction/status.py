@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hs_assets.config import Project
@@ -18,7 +18,8 @@ from hs_assets.store.summary import find_summary
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.layers import LayerSet
 
-COMPLETE, INCOMPLETE, PREPARED, NEW = "complete", "incomplete", "prepared", "new"
+COMPLETE, INCOMPLETE, STALE, PREPARED, NEW = "complete", "incomplete", "stale", "prepared", "new"
+"""STALE: stored in another layer set than the one that is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,9 @@ def status(project: Project, layer_set_id: str | None = None, keys: Collection[s
         )
     chosen = LayerSet.parse(layer_set_id) if layer_set_id else configured
     layout = DumpLayout(1, chosen.residual_ids, facts.hidden_size, DTYPES[project.settings.server.dtype])
+    others = sorted(known - {chosen.id})
     return [
-        _partition(project, paths, chosen.id, layout.row_bytes, partition_key(name, number), end - start)
+        _partition(project, paths, chosen.id, others, layout.row_bytes, partition_key(name, number), end - start)
         for name, index in source_indexes(project).items()
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True))
         if keys is None or partition_key(name, number) in keys
@@ -110,7 +112,7 @@ def status(project: Project, layer_set_id: str | None = None, keys: Collection[s
 
 
 def _partition(
-    project: Project, paths: StorePaths | None, layer_set: str, row_bytes: int, key: str, rows: int
+    project: Project, paths: StorePaths | None, layer_set: str, others: Sequence[str], row_bytes: int, key: str, rows: int
 ) -> PartitionStatus:
     found = find_summary(paths, layer_set, key) if paths else None
     if found is not None:
@@ -133,5 +135,6 @@ def _partition(
     if made is not None:
         pending = made.prompts + max(0, rows - made.source_rows)
         total = pending + sum(made.dropped.values())
-        return PartitionStatus(key, layer_set, PREPARED, total, 0, made.dropped, {}, pending, 0, 0, None)
+        stale = paths is not None and any(paths.manifest(other, key).exists() for other in others)
+        return PartitionStatus(key, layer_set, STALE if stale else PREPARED, total, 0, made.dropped, {}, pending, 0, 0, None)
     return PartitionStatus(key, layer_set, NEW, rows, 0, {}, {}, rows, 0, 0, None)
