@@ -26,8 +26,8 @@ from hs_assets.samples.sources import (
     partition_keys,
     read_partition,
     refresh,
-    replace_table,
 )
+from hs_assets.samples.tables import replace_table
 from hs_assets.wire.rid import is_partition_key
 from hs_assets_tests.small_tokenizer import json_row
 

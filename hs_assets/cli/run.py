@@ -52,7 +52,8 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
         tokens, size = sum(one.tokens for one in partitions), sum(one.bytes for one in partitions)
         captured, seconds = sum(one.tokens for one in outcomes), sum(one.seconds for one in outcomes)
         speed = f"{captured / seconds:,.0f} tokens/s captured now" if captured else "nothing had to be captured"
-        speed = "not all is complete" if any(outcome.problem for outcome in outcomes) else speed
+        if any(outcome.problem for outcome in outcomes):
+            speed = "not all is complete"
         stored = sum(one.stored for one in partitions)
         console.print(f"{stored} samples, {tokens:,} tokens, {size:,} bytes of states in {project.store_path}; {speed}")
         own, other = max(one.own_logprob for one in outcomes), min(one.other_logprob for one in outcomes)

@@ -65,7 +65,10 @@ def lineage(
         except StoreError as error:  # it may be a row that has no states
             absent = error
         else:
-            click.echo(json.dumps(dataclasses.asdict(record))) if as_json else make_console().print(lineage_tree(record))
+            if as_json:
+                click.echo(json.dumps(dataclasses.asdict(record)))
+            else:
+                make_console().print(lineage_tree(record))
             return
     if parquet is not None:
         count = write_lineage_table(store, parquet, question)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import secrets
 import stat
 from pathlib import Path
 
 from hs_assets.errors import ExportError
 from hs_assets.store.lineage import LineageRow, Question, lineage_rows
 from hs_assets.store.reader import Store
+from hs_assets.wire.records import replacing
 
 _ROWS_AT_ONCE = 10_000
 _COLUMNS = {
@@ -46,16 +46,11 @@ def write_lineage_table(store: Store, path: Path, question: Question | None = No
         field.name: types[_COLUMNS[str(field.type)]] for field in dataclasses.fields(LineageRow) if field.name != "captured_at"
     }
     schema = pa.schema([*kinds.items(), ("captured_at", pa.list_(pa.timestamp("us", tz="UTC")))])
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     count = 0
-    try:
-        with pq.ParquetWriter(temporary, schema) as writer:
-            rows = lineage_rows(store, question)
-            while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
-                records = [row.as_dict() | {"captured_at": [round(t * 1e6) for t in row.captured_at]} for row in some]
-                writer.write_table(pa.Table.from_pylist(records, schema))
-                count += len(some)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        rows = lineage_rows(store, question)
+        while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            records = [row.as_dict() | {"captured_at": [round(t * 1e6) for t in row.captured_at]} for row in some]
+            writer.write_table(pa.Table.from_pylist(records, schema))
+            count += len(some)
     return count

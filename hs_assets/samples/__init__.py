@@ -1,6 +1,7 @@
 """From rows to prompts, and from dumps to validated samples.
 
 sources.py        files → rows, partitions, duplicates; source_index.py keeps them on disk
+tables.py         our own Parquet files, replaced whole or not at all
 files.py          which files a source is; text_rows.py and table_rows.py find and read their rows
 conversations.py  what a row can be
 formats.py        one row → a conversation, text or ids, or a reason to drop it, with row_json.py, messages.py and tools.py

@@ -9,8 +9,6 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,12 @@ import numpy as np
 
 from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped
-from hs_assets.samples.sources import Source, replace_table
+from hs_assets.samples.sources import Source
+from hs_assets.samples.tables import readable, replace_table
 from hs_assets.wire.dump import token_sha256
 
 _COUNTS = "counts"
+_TABLE = "a table of prompts", "materialise prompts of this partition again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def find_counts(folder: Path, key: str) -> PromptCounts | None:
     path = table_path(folder, key)
     if not path.exists():
         return None
-    with _readable(path):
+    with readable(path, *_TABLE):
         said = (pq.read_schema(path).metadata or {}).get(_COUNTS.encode())
         # An earlier version did not write them.
         return PromptCounts(**json.loads(said)) if said is not None else read_partition_table(folder, key).counts
@@ -189,18 +189,8 @@ def read_partition_table(folder: Path, key: str) -> PromptPartition:
         raise PromptError(
             "the prompts of this partition were not made yet", where=key, expected=path, remedy="materialise prompts first"
         )
-    with _readable(path):
+    with readable(path, *_TABLE):
         return _read_table(path, key)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise PromptError where a table cannot be read, or is something else."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own are some of them
-        remedy = "materialise prompts of this partition again"
-        raise PromptError("a table of prompts cannot be read", where=path, got=repr(error), remedy=remedy) from error
 
 
 def _read_table(path: Path, key: str) -> PromptPartition:

@@ -17,7 +17,8 @@ from pathlib import Path
 from hs_assets.errors import PromptError
 from hs_assets.samples.answers import Answered, Turn
 from hs_assets.samples.conversations import Conversation, Dropped, Message
-from hs_assets.samples.sources import SourceRow, replace_table
+from hs_assets.samples.sources import SourceRow
+from hs_assets.samples.tables import replace_table
 
 RESPONSES_VERSION = 1
 """Changes when the same generations would give other answers."""

@@ -7,15 +7,15 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hs_assets.errors import PromptError
 from hs_assets.samples.files import DataFile
-from hs_assets.wire.records import write_atomic
+from hs_assets.samples.tables import readable
+from hs_assets.wire.records import replacing, write_atomic
 
 INDEX_VERSION = 2
 _ROW_GROUP = 8192
@@ -76,14 +76,8 @@ def read_index(folder: Path, source: str) -> SourceIndex | None:
         return SourceIndex(**{**fields, "starts": tuple(fields["starts"]), "repeats": tuple(fields["repeats"])})
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise PromptError where a file of the index cannot be read, or is something else."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own are some of them
-        remedy = f"delete {path.with_suffix('.json')}: the source is read again"
-        raise PromptError("a source index cannot be read", where=path, got=repr(error), remedy=remedy) from error
+def _readable(path: Path) -> AbstractContextManager[None]:
+    return readable(path, "a source index", f"delete {path.with_suffix('.json')}: the source is read again")
 
 
 def write_index(folder: Path, source: str, index: SourceIndex) -> None:
@@ -150,9 +144,10 @@ def writing_entries(folder: Path, source: str) -> Iterator[Callable[[Entry], Non
 
     kinds = {"file": pa.int32(), "offset": pa.int64(), "bytes": pa.int64(), "sha256": pa.string(), "duplicate_of": pa.string()}
     waiting: list[Entry] = []
-    path = _table(folder, source)
-    temporary = aside(path)
-    with pq.ParquetWriter(temporary, pa.schema(list(kinds.items()))) as writer:
+    with (
+        replacing(_table(folder, source)) as temporary,
+        pq.ParquetWriter(temporary, pa.schema(list(kinds.items()))) as writer,
+    ):
 
         def flush() -> None:
             columns = {name: pa.array([getattr(entry, name) for entry in waiting], kind) for name, kind in kinds.items()}
@@ -164,15 +159,5 @@ def writing_entries(folder: Path, source: str) -> Iterator[Callable[[Entry], Non
             if len(waiting) == _ROW_GROUP:
                 flush()
 
-        try:
-            yield write
-            flush()
-        except BaseException:
-            temporary.unlink()
-            raise
-    temporary.replace(path)
-
-
-def aside(path: Path) -> Path:
-    """A name beside a file for one that is to replace it."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        yield write
+        flush()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hs_assets.errors import PromptError
 from hs_assets.samples.conversations import Dropped
@@ -21,16 +20,12 @@ from hs_assets.samples.source_index import (
     Entry,
     FirstRows,
     SourceIndex,
-    aside,
     read_entries,
     read_hashes,
     read_index,
     write_index,
     writing_entries,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MAX_ROW_BYTES = 64 << 20
 _BYTES_PER_TOKEN = 4
@@ -130,19 +125,6 @@ def read_partition(folder: Path, source: Source, key: str, max_row_bytes: int = 
 def _changed(source: Source, what: str) -> PromptError:
     remedy = "reload the definitions, then materialise prompts again"
     return PromptError("a source changed since it was indexed", where=f"{source.path}, {what}", remedy=remedy)
-
-
-def replace_table(path: Path, table: pa.Table) -> None:
-    """Write a Parquet file, so that a reader finds the old one or the new one, whoever else writes it too."""
-    import pyarrow.parquet as pq
-
-    temporary = aside(path)
-    try:
-        pq.write_table(table, temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _current(folder: Path, source: Source, partitioning: Partitioning) -> SourceIndex | None:

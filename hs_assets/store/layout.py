@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hs_assets.errors import StoreError, StoreVersionError
+from hs_assets.wire.records import replacing
 
 STORE_VERSION = 1
 _ATTRIBUTE = "hs_assets_store_version"
@@ -90,16 +90,10 @@ def array_name(residual_id: int, final: int) -> str:
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that it is there whole, also after a power cut, or not at all; on a full disk nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     sync(path.parent)
 
 

@@ -13,6 +13,8 @@ import os
 import secrets
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -244,11 +246,18 @@ class AnswerRecord(Record):
 
 def write_atomic(path: Path, text: str) -> None:
     """Write `text` to `path`, mode 0600, so that a reader finds the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
+    with replacing(path) as temporary:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside a file: what is written there takes the file's place at the end, and is removed where anything fails."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
