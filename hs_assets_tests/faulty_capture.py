@@ -1,7 +1,7 @@
 """A plugin that puts a fault into the capture of a real server, as long as the file `FAULT_ENV` holds its name.
 
 plain_hook      all states by a hook on the decoder layers: partial sums where the all-reduce is fused into the next norm
-partial_sums    the same made on the CPU, which fuses nothing: what a rank has before the all-reduce of a dense MLP
+partial_sums    the same made by hand, on the CPU, which fuses nothing, and after the last layer, which SGLang never fuses
 other_layers    the server captures the layers after those it was asked for
 fewer_layers    the server captures one layer less
 swapped_slots   the first two slots change places
@@ -52,6 +52,7 @@ def _put_into_session(path: Path) -> None:
     def note_plain(residual_id: int, output: Any) -> None:
         if isinstance(output, tuple):  # SGLang 0.5.23 gives an object that owes its sum
             note("plain", residual_id, output[0] + output[1])
+            note("residual", residual_id, output[1].clone())
 
     def note_residual(residual_id: int, output: Any) -> None:
         if isinstance(output, tuple):
@@ -59,6 +60,13 @@ def _put_into_session(path: Path) -> None:
 
     def note_partial(residual_id: int, module: Any, args: Any) -> None:
         note("partial", residual_id, torch.nn.functional.linear(args[0], module.weight))
+
+    def note_partial_of_experts(residual_id: int, module: Any, args: Any) -> None:
+        if _fault(path) == "partial_sums":
+            from sglang.srt.runtime_context import get_forward  # type: ignore[import-not-found,unused-ignore]
+
+            with get_forward().scoped(fuse_mlp_allreduce=True, moe_output_buffer=None):  # as 0.5.17 scopes a fused layer
+                note("partial", residual_id, module.forward(args[0].clone(), *args[1:]))
 
     def patched_init(self: Any, config: Any, rank: int, points: Any, *rest: Any) -> None:
         init(self, config, rank, points, *rest)
@@ -70,6 +78,8 @@ def _put_into_session(path: Path) -> None:
             if down is not None:
                 layer.post_attention_layernorm.register_forward_hook(lambda _m, _a, output, i=i: note_residual(i, output))
                 down.register_forward_pre_hook(lambda module, args, i=i: note_partial(i, module, args))
+            else:
+                layer.mlp.register_forward_pre_hook(lambda module, args, i=i: note_partial_of_experts(i, module, args))
 
     def patched_begin(self: Any, batch: Any) -> Any:
         fault = _fault(path)

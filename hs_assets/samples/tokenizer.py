@@ -112,7 +112,7 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> ChatToken
         raise PromptError(
             "the model has no chat template", where=model, expected="chat_template.jinja or an entry in tokenizer_config.json"
         )
-    return from_transformers(tokenizer, _hash_files(model, with_code=trust_remote_code))
+    return from_transformers(tokenizer, hash_files(model, with_code=trust_remote_code))
 
 
 def from_transformers(tokenizer: Any, sha256: str) -> ChatTokenizer:
@@ -137,7 +137,7 @@ def changed_since(model: Path, tokenizer_sha256: str, template_sha256: str, *, t
 
     The tokenizer is loaded only where the checkpoint's files leave a doubt.
     """
-    same_files = _hash_files(model, with_code=trust_remote_code) == tokenizer_sha256
+    same_files = hash_files(model, with_code=trust_remote_code) == tokenizer_sha256
     if same_files and (source := _template_in(model)) is not None and hash_of_template(source) == template_sha256:
         return None
     now = load_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -155,7 +155,8 @@ def _template_in(model: Path) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def _hash_files(model: Path, *, with_code: bool) -> str:
+def hash_files(model: Path, *, with_code: bool) -> str:
+    """sha256 over the files of a checkpoint that make its tokenizer; with its code where that is trusted."""
     patterns = (*_FILES, "*.py") if with_code else _FILES
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in model.glob(pattern) if path.is_file()}):

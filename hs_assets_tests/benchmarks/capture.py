@@ -46,9 +46,12 @@ import psutil
 
 from hs_assets.config import Project, load_project
 from hs_assets.extraction.extract import extract
+from hs_assets.extraction.status import sources
 from hs_assets.samples.eagle3 import load_sample
+from hs_assets.samples.filters import limits_of
+from hs_assets.samples.prepare import prompt_options
 from hs_assets.samples.prompts import Prompt, PromptPartition, PromptRow, write_partition
-from hs_assets.samples.sources import Source
+from hs_assets.samples.tokenizer import hash_files, hash_of_template
 from hs_assets.serving.client import CaptureClient, Captured, ClientSettings, ask
 from hs_assets.serving.engine import FLAGS
 from hs_assets.serving.launch import Target, expose_plugin, make_launch_plan, resolve
@@ -61,7 +64,6 @@ from hs_assets.wire.rid import sample_id
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.plugins import make_plugin
 
-PARTITION_ROWS = 16
 LOG_NORMAL = (math.log(1024), 1.0, 64, 8192)
 """Mean and deviation of the logarithm of a length, and the shortest and longest."""
 
@@ -332,7 +334,8 @@ def _run(root: Path, project: Project, target: Target, arguments: argparse.Names
             if ours and "M" in variants:
                 yield _many(make_prompts("equal", 64, 64 * arguments.many, vocab), project, target, ours)
             if ours and "P" in variants:
-                yield _pipeline(prompts_for("equal", max(flights), arguments.seconds / 2), project, target, ours, arguments.runs)
+                prompts = prompts_for("equal", max(flights), arguments.seconds / 2)
+                yield _pipeline(prompts, project, target, ours, arguments.runs, arguments.partition_rows)
         if "defaults" in variants:
             argv = _defaults(target, arguments)
             with plain_server(argv, without_plugin, root / "defaults.log") as (url, server):
@@ -458,15 +461,18 @@ def _many(prompts: list[Prompt], project: Project, target: Target, state: Server
     return line
 
 
-def _pipeline(prompts: list[Prompt], project: Project, target: Target, state: ServerState, runs: int) -> Measurement:
+def _pipeline(prompts: list[Prompt], project: Project, target: Target, state: ServerState, runs: int, rows: int) -> Measurement:
     """Everything up to published samples, as Dagster's runs do it: some partitions at once, each in its own process."""
-    source = Source("benchmark", project.home.root / "none.jsonl")
+    options = prompt_options(sources(project)[0], limits_of(project.settings.prompts, target.facts), None)
+    tokenizer = hash_files(target.facts.path, with_code=False)
+    template = hash_of_template((target.facts.path / "chat_template.jinja").read_text())
     keys = []
-    for start in range(0, len(prompts), PARTITION_ROWS):
-        key, rows = f"benchmark-{len(keys):05d}", prompts[start : start + PARTITION_ROWS]
-        made = [dataclasses.replace(prompt, row=row) for row, prompt in enumerate(rows)]
+    for start in range(0, len(prompts), rows):
+        key = f"benchmark-{len(keys):05d}"
+        made = [dataclasses.replace(prompt, row=row) for row, prompt in enumerate(prompts[start : start + rows])]
         lines = tuple(PromptRow(sample_id(key, one.row), one.row, start + one.row, one.token_sha256, one) for one in made)
-        write_partition(PromptPartition(key, "0" * 16, source, "", "", lines), project.home.prompts)
+        partition = PromptPartition(key, "0" * 16, sources(project)[0], template, tokenizer, lines, options)
+        write_partition(partition, project.home.prompts)
         keys.append(key)
     server = psutil.Process(state.pid)
     before, began = cpu_seconds(server), time.monotonic()
@@ -484,13 +490,14 @@ def _pipeline(prompts: list[Prompt], project: Project, target: Target, state: Se
 
 
 def _extract(home: Path, key: str) -> dict[str, float]:
-    """One partition in a process of its own: wall and CPU seconds."""
+    """One partition in a process of its own: wall seconds, and CPU seconds in its own code and in the kernel's."""
     project = load_project(home)
-    began, cpu = time.monotonic(), time.process_time()
+    began, before = time.monotonic(), os.times()
     report = extract(project, resolve(project), key, "benchmark", lambda _: None)
     if report.problems:
         raise SystemExit("; ".join(report.problems))
-    return {"wall": time.monotonic() - began, "capture": report.seconds, "cpu": time.process_time() - cpu}
+    user, system = (now - then for now, then in zip(os.times()[:2], before[:2], strict=True))
+    return {"wall": time.monotonic() - began, "capture": report.seconds, "user": user, "system": system}
 
 
 def _defaults(target: Target, arguments: argparse.Namespace) -> list[str]:
@@ -513,7 +520,7 @@ def _old_plugin(root: Path, target: Target, spool: str) -> dict[str, str]:
 
 def project_of(root: Path, arguments: argparse.Namespace) -> Project:
     """A project in `root` for the model and server that the arguments describe."""
-    source = root / "none.jsonl"
+    source = root / "benchmark.jsonl"
     source.touch()
     machine_args = ", ".join(f'"{word}"' for word in arguments.machine_args.split())
     path = arguments.plugin or os.environ.get("PYTHONPATH") if arguments.python or arguments.plugin else None
@@ -547,6 +554,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--guess", type=float, default=1000, help="tokens/s, where A is not measured")
     parser.add_argument("--repeats", type=int, default=1, help="of A and D, in turn")
     parser.add_argument("--runs", type=int, default=4, help="of P, at once")
+    parser.add_argument("--partition-rows", type=int, default=64, help="of P")
     parser.add_argument("--rows", type=int, default=120_000, help="of V")
     parser.add_argument("--many", type=int, default=10_000, help="prompts of M")
     parser.add_argument("--layers", default="1, 3, 5")

@@ -96,6 +96,7 @@ def main() -> None:
     if arguments.shape == "mla":
         config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
     path.write_text(json.dumps(config, indent=1))
+    (arguments.destination / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
 if __name__ == "__main__":

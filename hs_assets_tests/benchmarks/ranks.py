@@ -67,7 +67,8 @@ def _all_hold(project: Project, target: Target, fault: Path, arguments: argparse
         print(f"up in {time.time() - state.started_at:.0f} s: {state.message}")
         ready = [ReadyRecord.read(spool.ready_record(rank)) for rank in range(arguments.tensor_parallel)]
         print(f"ready records of ranks {[one.rank for one in ready]}; rank {[one.rank for one in ready if one.writes]} writes")
-        seen = [_caught(folder, state, ready, fault, arguments.fault, checks) for checks in ((), ("probe",), ("probe", "ranks"))]
+        faults = ((arguments.fault, ()), (arguments.fault, ("probe",)), ("partial_sums", ("probe", "ranks")))
+        seen = [_caught(folder, state, ready, fault, name, without) for name, without in faults]
         killed = _kill_one(folder, state, target, ready[-1].pid)
     return all(seen) and killed and _refuses_dp(project, arguments)
 

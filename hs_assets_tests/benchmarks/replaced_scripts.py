@@ -1,7 +1,7 @@
 """What hs_assets replaces, as a plugin for the benchmark: hidden states by ``.cpu()`` and ``torch.save``, on the forward path.
 
 Loaded by SGLang in the benchmark's server B; requests whose id begins with ``old.`` are saved to the folder that
-``BENCHMARK_OLD_SPOOL`` names, as ``<rid>.pt``, one tensor a layer.
+``BENCHMARK_OLD_SPOOL`` names, as ``<rid>.pt``, one tensor a layer. Of several ranks, the first one does it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _OldWay:
         import torch
 
         batch = self._batch
-        if batch is None or not batch.rids:
+        if batch is None or not batch.rids or torch.distributed.get_rank() != 0:
             return
         aux = kwargs["aux_hidden_states"] if "aux_hidden_states" in kwargs else args[4]
         if isinstance(aux, torch.Tensor):
