@@ -23,11 +23,12 @@ from hs_assets.errors import ConfigError, ExtractionError, PromptError
 from hs_assets.extraction.generations import GenerationLog
 from hs_assets.extraction.respond import RespondReport, choice, generation_spec, respond
 from hs_assets.extraction.status import source_indexes, sources
-from hs_assets.samples.answers import Answered, Generation
+from hs_assets.samples.answers import Answered, Generation, Turn
+from hs_assets.samples.conversations import Conversation, Dropped, Message
 from hs_assets.samples.filters import PromptLimits
 from hs_assets.samples.prepare import make_partition
 from hs_assets.samples.prompts import read_partition_table, write_partition
-from hs_assets.samples.responses import read_responses, write_responses
+from hs_assets.samples.responses import GenerationSpec, ResponseRow, make_responses, read_responses, write_responses
 from hs_assets.samples.sources import read_partition
 from hs_assets.samples.tokenizer import load_tokenizer
 from hs_assets.serving.generate import response_rid
@@ -289,6 +290,20 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExtractionError, match="cannot be read") as error:
         GenerationLog(path, "spec")
     assert str(error.value.where).endswith("line 1")
+
+
+def test_a_table_of_responses_that_is_damaged_is_named(tmp_path: Path) -> None:
+    spec = GenerationSpec("model", "weights", "bfloat16", "template", "tokenizer", 0.0, 1.0, 1, 8, (2,))
+    content = Answered(Conversation((Message("user", "one"), Message("assistant", "two"))), (Turn(1, 3, 2, "stop", "", "s"),))
+    made = make_responses(KEY, spec, "choice", (ResponseRow(0, "0" * 64, content), ResponseRow(1, "1" * 64, Dropped("a", "b"))))
+    path = write_responses(made, tmp_path)
+    assert read_responses(tmp_path, KEY) == made
+    whole = path.read_bytes()
+    for size in (0, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(PromptError, match="a table of responses cannot be read") as error:
+            read_responses(tmp_path, KEY)
+        assert error.value.where == path
 
 
 def test_the_log_knows_its_own_spec_alone(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hs_assets.errors import PromptError
 from hs_assets.samples.answers import Answered, Turn
 from hs_assets.samples.conversations import Conversation, Dropped, Message
 from hs_assets.samples.sources import SourceRow
-from hs_assets.samples.tables import replace_table
+from hs_assets.samples.tables import readable, replace_table
 
 RESPONSES_VERSION = 1
 """Changes when the same generations would give other answers."""
@@ -159,10 +159,8 @@ def read_responses(folder: Path, key: str) -> Responses:
     """The answers as they were written.
 
     Raises:
-        PromptError: they were never completed.
+        PromptError: they were never completed, or the table is damaged.
     """
-    import pyarrow.parquet as pq
-
     path = responses_path(folder, key)
     if not path.exists():
         raise PromptError(
@@ -171,6 +169,13 @@ def read_responses(folder: Path, key: str) -> Responses:
             expected=path,
             remedy="materialise responses first (reload the definitions if they are not there)",
         )
+    with readable(path, "a table of responses", "materialise responses of this partition again"):
+        return _read_table(path, key)
+
+
+def _read_table(path: Path, key: str) -> Responses:
+    import pyarrow.parquet as pq
+
     table = pq.read_table(path)
     metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     rows = tuple(
