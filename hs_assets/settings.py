@@ -74,6 +74,9 @@ class PromptSettings(_Section):
     """The assistant's turns, its last one only, or every token. Rows of token ids keep their own mask."""
     role_order: Literal["any", "strict"] = "any"
     """`strict` drops conversations in which somebody speaks twice in a row; by default the chat template decides."""
+    unrendered_reasoning: Literal["drop", "leave_out"] = "drop"
+    """What becomes of a conversation with reasoning where the chat template knows of none: dropped as `not_rendered`, or made
+    without it, as such a model answers."""
     max_row_bytes: int = Field(default=64 << 20, gt=0)
     """Larger rows are dropped as `row_too_large`, without being read whole."""
     max_dropped_share: Share = 0.5

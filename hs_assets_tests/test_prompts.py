@@ -476,6 +476,29 @@ def test_a_template_that_quotes_the_row_in_its_error(tmp_path: Path) -> None:
     assert same(read_partition_table(tmp_path, made.key), made)
 
 
+REASONED = b"""{"messages": [{"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two", "reasoning_content": "three"}]}""".replace(b"\n", b"")
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+def test_reasoning_that_the_template_does_not_know(template: str, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "model", stock(template))
+    silent = json_row(("user", "one"), ("assistant", "two"))
+    (dropped,) = partition(tokenizer, REASONED).rows
+    assert isinstance(dropped.content, Dropped)
+    assert dropped.content == Dropped("not_rendered", "the template leaves out the reasoning of turn 1 (assistant)")
+    left_out = dataclasses.replace(LIMITS, unrendered_reasoning="leave_out")
+    made = partition(tokenizer, REASONED, silent, limits=left_out)
+    with_it, without = made.rows
+    assert isinstance(with_it.content, Prompt)
+    assert isinstance(without.content, Prompt)
+    assert with_it.content.token_sha256 == without.content.token_sha256
+    assert with_it.content.loss_mask.tolist() == without.content.loss_mask.tolist()
+    assert (with_it.unread, without.unread) == (("reasoning",), ())
+    write_partition(made, tmp_path)
+    assert same(read_partition_table(tmp_path, made.key), made)
+
+
 def test_a_table_that_is_damaged(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     path = write_partition(partition(tokenizer, GOOD, LONE_SURROGATE, first=9), tmp_path)
     whole = path.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -14,7 +15,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from hs_assets.samples.conversations import Conversation, Dropped, Tokenized
-from hs_assets.samples.masks import Rendered, render_conversation, tokenize
+from hs_assets.samples.masks import Rendered, render_conversation, render_without_reasoning, tokenize
 from hs_assets.samples.template import RENDER_DATE, TemplateRefusalError
 from hs_assets_tests.small_tokenizer import without_offsets
 from hs_assets_tests.template_material import CASES, chat_tokenizer_of, hugging_face_tokenizer, needs_data, template_names
@@ -231,6 +232,37 @@ def test_the_share_that_is_dropped() -> None:
     print(dict(reasons), f"of {len(NAMES) * len(CASES)}")
     assert all(reasons[reason] <= most for reason, most in HEADROOM.items())
     assert set(reasons) <= {"kept", *HEADROOM}
+
+
+def test_reasoning_is_left_out_exactly_where_the_template_never_shows_it() -> None:
+    """By transformers' own rendering: with the reasoning and without it, up to every turn."""
+    outcomes: Counter[str] = Counter()
+    for name, case in itertools.product(NAMES, CASES):
+        conversation, dropped = CASES[case].conversation, rows_of(name, case)
+        if not isinstance(dropped, Dropped) or dropped.reason != "not_rendered":
+            continue
+        silent = Conversation(tuple(dataclasses.replace(m, reasoning=None) for m in conversation.messages), conversation.tools)
+        rows = render_without_reasoning(conversation, chat_tokenizer_of(name))
+        if rows is None:
+            outcomes["stays dropped"] += 1
+            continue
+        assert silent != conversation
+        assert rows_same(rows, render_conversation(silent, chat_tokenizer_of(name)))
+        outcomes["still lacks something" if isinstance(rows, Dropped) else "kept"] += 1
+        for turn in range(len(conversation.messages)):
+            with contextlib.suppress(TemplateError, TypeError):
+                beginnings = [Conversation(each.messages[: turn + 1], each.tools) for each in (conversation, silent)]
+                with_it, without = (hugging_face(name, each, tokenize=False) for each in beginnings)
+                assert with_it == without
+    print(dict(outcomes))
+    assert outcomes["kept"] > 0
+
+
+def rows_same(rows: tuple[Rendered, ...] | Dropped, silent: tuple[Rendered, ...] | Dropped) -> bool:
+    if isinstance(rows, Dropped) or isinstance(silent, Dropped):
+        return rows == silent
+    assert all(row.left_out == ("reasoning",) for row in rows)
+    return tuple(dataclasses.replace(row, left_out=()) for row in rows) == silent
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_or_drops() -> None:

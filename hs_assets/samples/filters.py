@@ -14,6 +14,7 @@ from hs_assets.settings import PromptSettings
 
 TooLong = Literal["drop", "cut_at_turn", "cut"]
 RoleOrder = Literal["any", "strict"]
+UnrenderedReasoning = Literal["drop", "leave_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class PromptLimits:
 
     ``too_long``: a longer row is dropped, or cut after the last answer that fits whole, or cut at the limit.
     ``role_order`` strict: a system turn at most first, then the user; nobody twice in a row; a tool after a call only.
+    ``unrendered_reasoning``: a conversation whose reasoning the chat template does not know is dropped, or made without it.
     ``supervise`` is for conversations; rows of token ids keep the mask that they came with.
     """
 
@@ -31,6 +33,7 @@ class PromptLimits:
     min_supervised_tokens: int = 1
     role_order: RoleOrder = "any"
     supervise: Supervise = Supervise.ALL
+    unrendered_reasoning: UnrenderedReasoning = "drop"
 
 
 def check_turns(conversation: Conversation, role_order: RoleOrder) -> Dropped | None:
@@ -104,4 +107,5 @@ def limits_of(settings: PromptSettings, facts: ModelFacts) -> PromptLimits:
         min_supervised_tokens=settings.min_supervised_tokens,
         role_order=settings.role_order,
         supervise=Supervise(settings.supervise),
+        unrendered_reasoning=settings.unrendered_reasoning,
     )

@@ -12,11 +12,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 
 from hs_assets.samples.conversations import Conversation, Dropped, Message, Tokenized
 from hs_assets.samples.encoding import encode
 from hs_assets.samples.generated import graft, refill
 from hs_assets.samples.marks import marked_spans
+from hs_assets.samples.pieces import prints_as_code
+from hs_assets.samples.template import ChatTemplate, TemplateRefusalError
 from hs_assets.samples.tokenizer import ChatTokenizer
 from hs_assets.samples.turns import REWRITTEN, find_turn
 from hs_assets.samples.views import View, complete_view
@@ -34,12 +37,14 @@ class Supervise(StrEnum):
 class Rendered:
     """A text as the model sees it, and the spans [start, end) of its characters that are supervised.
 
-    ``turn`` is the index of the one message that is supervised, None where a row has all of them.
+    ``turn`` is the index of the one message that is supervised, None where a row has all of them. ``left_out`` names what the
+    conversation has and the template does not know.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     turn: int | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def render_conversation(
@@ -71,6 +76,33 @@ def render_conversation(
             return row
         rows.append(row)
     return tuple(rows)
+
+
+def render_without_reasoning(
+    conversation: Conversation, tokenizer: ChatTokenizer, supervise: Supervise = Supervise.ALL
+) -> tuple[Rendered, ...] | Dropped | None:
+    """The rows of a conversation without its reasoning; None where it has none, or the template does know of reasoning."""
+    silent = Conversation(tuple(replace(message, reasoning=None) for message in conversation.messages), conversation.tools)
+    if silent == conversation or _knows_reasoning(conversation, silent, tokenizer.template):
+        return None
+    made = render_conversation(silent, tokenizer, supervise)
+    return made if isinstance(made, Dropped) else tuple(replace(row, left_out=("reasoning",)) for row in made)
+
+
+def _knows_reasoning(conversation: Conversation, silent: Conversation, template: ChatTemplate) -> bool:
+    """Whether the text is another with the reasoning than without, up to any turn, in any form that the template can read."""
+    for form, turn in product(template.forms(conversation), range(len(silent.messages))):
+        texts = set()
+        for each in (conversation, silent):
+            beginning = Conversation(each.messages[: turn + 1], each.tools)
+            try:
+                text = template.render(beginning, form)
+            except TemplateRefusalError:
+                text = ""
+            texts.add("" if prints_as_code(beginning, form, text) else text)
+        if len(texts) > 1:
+            return True
+    return False
 
 
 def _turn_alone(conversation: Conversation, turn: int, tokenizer: ChatTokenizer) -> Rendered | Dropped:

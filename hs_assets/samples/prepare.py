@@ -14,7 +14,7 @@ from hs_assets.samples.answers import Answered
 from hs_assets.samples.conversations import Conversation, Dropped, Text, Tokenized
 from hs_assets.samples.filters import PromptLimits, check_turns, fit
 from hs_assets.samples.formats import ParsedRow, parse_row
-from hs_assets.samples.masks import Rendered, render_conversation, render_text, tokenize
+from hs_assets.samples.masks import Rendered, render_conversation, render_text, render_without_reasoning, tokenize
 from hs_assets.samples.prompts import Origin, Prompt, PromptPartition, PromptRow
 from hs_assets.samples.responses import Responses
 from hs_assets.samples.sources import Source, SourceRow
@@ -65,7 +65,7 @@ def make_partition(
                 content,
                 each.turn if isinstance(each, Rendered) else None,
                 one.parsed.format,
-                one.parsed.unread,
+                (*one.parsed.unread, *(each.left_out if isinstance(each, Rendered) else ())),
                 one.origin,
             )
         )
@@ -114,11 +114,20 @@ def _render(parsed: ParsedRow, tokenizer: ChatTokenizer, limits: PromptLimits) -
     if isinstance(content, Conversation):
         refused = check_turns(content, limits.role_order)
         try:
-            rendered = refused or render_conversation(content, tokenizer, limits.supervise)
+            rendered = refused or _render_conversation(content, tokenizer, limits)
         except RecursionError:
             rendered = Dropped("invalid_json", "tools or arguments of calls are nested too deep to be rendered")
         return [rendered] if isinstance(rendered, Dropped) else rendered
     return [render_text(content.text, tokenizer) if isinstance(content, Text) else content]
+
+
+def _render_conversation(
+    conversation: Conversation, tokenizer: ChatTokenizer, limits: PromptLimits
+) -> tuple[Rendered, ...] | Dropped:
+    rendered = render_conversation(conversation, tokenizer, limits.supervise)
+    if isinstance(rendered, Dropped) and rendered.reason == "not_rendered" and limits.unrendered_reasoning == "leave_out":
+        return render_without_reasoning(conversation, tokenizer, limits.supervise) or rendered
+    return rendered
 
 
 def _fit(number: int, made: Tokenized | Dropped, limits: PromptLimits) -> Prompt | Dropped:
