@@ -1,4 +1,4 @@
-"""The commands that work on a store alone: ``hs-assets lineage``, ``verify``, ``gc``."""
+"""The commands that work on a store alone: ``hs-assets lineage``, ``verify``."""
 
 from __future__ import annotations
 
@@ -118,46 +118,3 @@ def verify(home: Path | None, config: str | None, as_json: bool, processes: int 
             click.echo(f"{problem.where} ({problem.layer_set}): {problem.detail}")
         click.echo(f"{good} samples hold, {len(problems)} problems")
     sys.exit(1 if problems else 0)
-
-
-@click.command()
-@project_options
-@json_option
-@click.option("--old-layer-sets", is_flag=True, help="Also layer sets that the configured one has replaced, sample for sample.")
-@click.option("--min-age", type=click.FloatRange(0), default=24.0, show_default=True, help="Hours that a leftover is kept.")
-@click.option("--delete", is_flag=True, help="Remove it; else it is only listed.")
-def gc(home: Path | None, config: str | None, as_json: bool, old_layer_sets: bool, min_age: float, delete: bool) -> None:
-    """List what no manifest names any more, and with --delete remove it; never what a running writer holds.
-
-    \b
-    hs-assets gc                              generations and masks that crashes and changes left behind
-    hs-assets gc --old-layer-sets --delete    also the layer sets from before the last change
-    """
-    from hs_assets.samples.model import read_model_facts
-    from hs_assets.store.gc import Garbage, Kept, collect
-    from hs_assets.store.layout import check
-    from hs_assets.wire.layers import LayerSet
-
-    project = load_project(home, config)
-    current = None
-    if old_layer_sets:
-        layers = read_model_facts(project.settings.model.path).num_layers
-        current = LayerSet.choose(project.settings.layers, layers).id
-    paths = check(project.store_path)
-    garbage, kept = list[Garbage](), list[Kept]()
-    for found in collect(paths, project.home.locks, current=current, min_age=min_age * 3600, delete=delete):
-        if isinstance(found, Garbage):
-            garbage.append(found)
-            said = f"{found.path.relative_to(paths.root)}: {found.reason} ({found.bytes:,} bytes)"
-        else:
-            kept.append(found)
-            said = f"{found.where.relative_to(paths.root)}: kept: {found.reason}"
-        if not as_json:
-            click.echo(f"{found.partition}: {said}")
-    total = sum(one.bytes for one in garbage)
-    if as_json:
-        body = {"garbage": [dataclasses.asdict(one) for one in garbage], "kept": [dataclasses.asdict(one) for one in kept]}
-        click.echo(json.dumps({"deleted": delete, "bytes": total, **body}, default=str))
-    else:
-        did = "removed" if delete else "could go (--delete removes it)"
-        click.echo(f"{len(garbage)} files and folders, {total:,} bytes {did}; {len(kept)} kept")
