@@ -83,7 +83,7 @@ def copy(pattern: StorePaths) -> StorePaths:
 def files(paths: StorePaths) -> list[str]:
     """All files; when a partition was removed is not compared."""
     names = (path.relative_to(paths.root) for path in paths.root.rglob("*") if path.is_file())
-    return sorted(str(name).partition("@")[0] for name in names)
+    return sorted(str(name.parent if name.parts[0] == "removed" else name) for name in names)
 
 
 def killed_at(paths: StorePaths, removal: Callable[[StorePaths], None], number: int) -> bool:

@@ -14,7 +14,7 @@ except ImportError:
 from hs_assets.cli.exports import export
 from hs_assets.cli.plan import plan
 from hs_assets.cli.prompts import prompts
-from hs_assets.cli.removal import gc
+from hs_assets.cli.removal import gc, remove
 from hs_assets.cli.run import demo, status
 from hs_assets.cli.server import engine, server
 from hs_assets.cli.show import show
@@ -49,5 +49,5 @@ def main() -> None:
     """
 
 
-for command in (demo, engine, server, prompts, plan, status, lineage, show, verify, gc, export):
+for command in (demo, engine, server, prompts, plan, status, lineage, show, verify, gc, remove, export):
     main.add_command(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,6 +47,35 @@ def gc(home: Path | None, config: str | None, as_json: bool, old_layer_sets: boo
     paths = check(project.store_path)
     found = collect(paths, project.home.locks, current=current, min_age=min_age * 3600, delete=delete)
     _report(found, paths.root, delete, as_json)
+
+
+@click.command()
+@project_options
+@json_option
+@click.option("--prompts", is_flag=True, help="Also their prompts, and the answers of the model to them.")
+@_min_age
+@_delete
+@click.argument("names", nargs=-1, required=True, metavar="KEY_OR_SOURCE...")
+def remove(
+    home: Path | None, config: str | None, as_json: bool, prompts: bool, min_age: float, delete: bool, names: tuple[str, ...]
+) -> None:
+    """List the samples of partitions or whole sources, of all layer sets, and with --delete remove them.
+
+    What lineage knows of them is kept. Exported files stay. A partition of a source that is configured comes back as soon as it
+    is extracted again. Exit status 1 where something is left, as of a partition that a run is at.
+
+    \b
+    hs-assets remove old_chats                      what there is of a source
+    hs-assets remove old_chats --prompts --delete   all of it goes
+    hs-assets remove chats-00007 --delete           one partition
+    """
+    from hs_assets.extraction.remove import choose_partitions
+    from hs_assets.extraction.remove import remove as find
+
+    project = load_project(home, config)
+    chosen = choose_partitions(project, names, prompts=prompts)
+    found = find(project, chosen, prompts=prompts, min_age=min_age * 3600, delete=delete)
+    sys.exit(1 if _report(found, project.store_path, delete, as_json) else 0)
 
 
 def _report(found: Iterable[Garbage | Kept], root: Path, delete: bool, as_json: bool) -> list[Kept]:

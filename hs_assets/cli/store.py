@@ -41,7 +41,7 @@ def lineage(
     """Where a sample came from; or which samples came of a source row, a run or a state spec. Exit status 1 where there is none.
 
     \b
-    hs-assets lineage demo-00000/0003                  states, dump, server, tokens, prompt partition, file and row
+    hs-assets lineage demo-00000/0003                  states, dump, server, tokens, prompts, file and row; of each layer set
     hs-assets lineage --source demo --row 17           what became of a source row, also where it was dropped
     hs-assets lineage --run 3f2c… --json               a line of JSON a row
     hs-assets lineage --parquet lineage.parquet        a table: duckdb -c "select * from 'lineage.parquet' where source_row = 17"
@@ -53,23 +53,19 @@ def lineage(
     from hs_assets.store.reader import lineage as record_of
 
     store = open_store(load_project(home, config).store_path)
-    absent = StoreError(
-        "no row is an answer",
-        where=store.paths.root,
-        remedy="hs-assets status lists the partitions, <source>-<number>; their rows are known once one was extracted",
-    )
     question = Question(sample_id, layer_set, partition, source, source_row, run_id, spec)
-    if sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None:
-        try:
-            record = record_of(*store.find(sample_id))
-        except StoreError as error:  # it may be a row that has no states
-            absent = error
+    count, of_sample = (
+        0,
+        sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None,
+    )
+    for count, entry in enumerate(store.find_all(sample_id or "") if of_sample else (), 1):  # noqa: B007  (the last is the count)
+        record = record_of(*entry)
+        if as_json:
+            click.echo(json.dumps(dataclasses.asdict(record)))
         else:
-            if as_json:
-                click.echo(json.dumps(dataclasses.asdict(record)))
-            else:
-                make_console().print(lineage_tree(record))
-            return
+            make_console().print(lineage_tree(record))
+    if count:
+        return
     if parquet is not None:
         count = write_lineage_table(store, parquet, question)
         click.echo(f"{count} rows in {parquet}")
@@ -78,8 +74,7 @@ def lineage(
             "Name a sample, or what its rows shall be of: --partition, --source, --row, --run, --spec; or --parquet FILE."
         )
     else:
-        count = 0
-        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007  (the last number is the count)
+        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007
             why = "" if row.reason is None else f"  {row.reason}: {row.detail}"
             runs = ", ".join(dict.fromkeys(row.run_ids))
             line = (
@@ -87,7 +82,9 @@ def lineage(
             )
             click.echo(json.dumps(row.as_dict()) if as_json else line)
     if not count:
-        raise absent
+        problem = "no such sample in the store" if of_sample else "no row is an answer"
+        remedy = "hs-assets status lists the partitions, <source>-<number>; their rows are known once one was extracted"
+        raise StoreError(problem, where=store.paths.root, got=sample_id, remedy=remedy)
 
 
 @click.command()

@@ -10,8 +10,8 @@
     arrays.py       rows of an array, read straight into a buffer, checksums checked
     dtype.py        bfloat16 for zarr
     layout.py       where everything lies, and the version
-    generation.py   its arrays, and which of them were freed
     writer.py       a generation: arrays written aside, published at once
+    generation.py   the arrays of one, and which of them were freed
     compression.py  how much smaller a partition became
     manifest.py     a view of a partition: its samples, its ledger, its lineage
     summary.py      its counts, without its samples

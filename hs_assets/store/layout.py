@@ -41,7 +41,7 @@ class StorePaths:
 
     @property
     def removed(self) -> Path:
-        """Manifests of partitions that were removed, ``<layer set id>/<partition>@<UTC time>.json``."""
+        """Manifests of partitions that were removed, ``<layer set id>/<partition>/<UTC time>-<hex>.json``."""
         return self.root / "removed"
 
     def masks(self, partition: str, version: str) -> Path:

@@ -102,16 +102,12 @@ class Store:
         return self.states(*self.find(sample_id, wanted), wanted, tokens)
 
     def find(self, sample_id: str, layers: tuple[int, ...] | None = None) -> tuple[Manifest, StoredSample]:
-        """The manifest that has a sample (with all of `layers`), and its entry."""
-        partition, found = sample_id.rpartition("/")[0], False
-        for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
-            manifest = _current_manifest(self.paths.manifest(layer_set_id, partition))
-            for sample in manifest.samples if manifest else ():
-                if sample.sample_id != sample_id or manifest is None:
-                    continue
-                found = True
-                if set(layers or ()) <= set(_residual_ids(sample)):
-                    return manifest, sample
+        """The first manifest that has a sample (with all of `layers`), and its entry."""
+        found = False
+        for manifest, sample in self.find_all(sample_id):
+            found = True
+            if set(layers or ()) <= set(_residual_ids(sample)):
+                return manifest, sample
         if found:
             problem, got = "no such states of this sample in the store", f"layer sets {self.layer_sets()}"
             raise StoreError(problem, where=sample_id, expected=f"residual ids {layers}", got=got)
@@ -121,6 +117,19 @@ class Store:
             got=sample_id,
             remedy="an id is <partition>/<row, 4 digits>; hs-assets status lists the partitions",
         )
+
+    def find_all(self, sample_id: str) -> Iterator[tuple[Manifest, StoredSample]]:
+        """The manifests that have a sample, and its entry in each, by layer set.
+
+        Raises:
+            StoreError: the next manifest of its partition cannot be read.
+        """
+        partition = sample_id.rpartition("/")[0]
+        for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
+            manifest = _current_manifest(self.paths.manifest(layer_set_id, partition))
+            for sample in manifest.samples if manifest else ():
+                if sample.sample_id == sample_id and manifest is not None:
+                    yield manifest, sample
 
     def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
         """A sample, read whole."""

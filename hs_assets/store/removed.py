@@ -26,8 +26,8 @@ class Removed:
 
 def move_to_removed(paths: StorePaths, manifest: Path) -> None:
     """Take a manifest out of its layer set: nothing is stored of it any more, all at once."""
-    name = f"{manifest.stem}@{time.strftime(_TIME, time.gmtime())}-{secrets.token_hex(4)}.json"
-    kept = paths.removed / manifest.parent.name / name
+    name = f"{time.strftime(_TIME, time.gmtime())}-{secrets.token_hex(4)}.json"
+    kept = paths.removed / manifest.parent.name / manifest.stem / name
     kept.parent.mkdir(parents=True, exist_ok=True)
     manifest.rename(kept)
     sync(kept.parent)
@@ -40,13 +40,13 @@ def removed_manifests(paths: StorePaths, partition: str = "*") -> Iterator[Remov
     Raises:
         StoreError: one cannot be read.
     """
-    for path in sorted(paths.removed.glob(f"*/{partition}@*.json"), key=lambda path: (path.parent.name, path.name)):
+    for path in sorted(paths.removed.glob(f"*/{partition}/*.json")):
         yield Removed(read_manifest(path), _seconds(path))
 
 
 def _seconds(path: Path) -> float:
     """When a manifest was removed, as its name says."""
-    said = path.stem.rpartition("@")[2].partition("-")[0]
+    said = path.stem.partition("-")[0]
     try:
         return calendar.timegm(time.strptime(said, _TIME))
     except ValueError as error:
@@ -54,6 +54,6 @@ def _seconds(path: Path) -> float:
         raise StoreError(
             "a removed manifest has another name",
             where=path,
-            expected="<partition>@<UTC time>-<hex>.json",
+            expected="<UTC time>-<hex>.json",
             remedy=remedy,
         ) from error
