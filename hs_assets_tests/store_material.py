@@ -145,7 +145,8 @@ def make_partition(
 def widen(paths: StorePaths, made: Partition, layers: LayerSet = OTHER) -> Manifest:
     """Another layer set over the same rows: the final state from the generation that is there, two more from a new one."""
     lengths = [len(ids) for ids in made.input_ids.values()]
-    more = make_partition(paths, lengths, layers=layers, seed=0, ids_by_generation=[layers.aux])
+    together, partition = [layers.aux], made.manifest.partition
+    more = make_partition(paths, lengths, partition=partition, layers=layers, seed=0, ids_by_generation=together)
     samples = tuple(
         dataclasses.replace(
             new,

@@ -54,10 +54,8 @@ def lineage(
 
     store = open_store(load_project(home, config).store_path)
     question = Question(sample_id, layer_set, partition, source, source_row, run_id, spec)
-    count, of_sample = (
-        0,
-        sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None,
-    )
+    count = 0
+    of_sample = sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None
     for count, entry in enumerate(store.find_all(sample_id or "") if of_sample else (), 1):  # noqa: B007  (the last is the count)
         record = record_of(*entry)
         if as_json:
