@@ -20,6 +20,12 @@ from hs_assets.wire.layers import LayerSet
 FINGERPRINT, PARTITION = "0123456789abcdef", "demo-00000"
 LAYERS, OTHER = LayerSet((2, 4), 8), LayerSet((3, 5), 8)
 SHAPE = ArrayShape(hidden_size=4, dtype="BF16", chunk_tokens=4, shard_tokens=8)
+SPEC = {
+    "model_path": "moonshotai/Kimi-K2.5",
+    "model_class": "KimiK25ForConditionalGeneration",
+    "weight_fingerprint": "w" * 16,
+    "sglang_version": "0.5.17",
+}
 PROMPTS = PromptsVersion("prompts-1", "demo", "demo.jsonl", "t" * 64, "k" * 64)
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
@@ -132,7 +138,7 @@ def make_partition(
         partition=partition,
         layer_set=layers.id,
         state_fingerprint=FINGERPRINT,
-        state_spec={"model_path": "moonshotai/Kimi-K2.5", "dtype": shape.dtype},
+        state_spec=SPEC | {"dtype": shape.dtype},
         prompts=prompts,
         rows=len(samples) + len(unstored),
         samples=samples,

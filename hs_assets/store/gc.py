@@ -220,7 +220,6 @@ def _unchanged_for(folder: Path) -> float:
 def stored_partitions(paths: StorePaths) -> list[str]:
     """Keys of all partitions of which anything lies in the store, named by a manifest or not."""
     folders = [*paths.root.glob("data/*/*"), *paths.root.glob("masks/*")]
-    keys = {path.name for path in folders if path.is_dir() and any(path.iterdir())} | {
-        path.stem for path in paths.views.glob("*/[!.]*.json")
-    }
+    keys = {path.name for path in folders if path.is_dir() and any(path.iterdir())}
+    keys |= {path.stem for path in paths.views.glob("*/[!.]*.json")}
     return sorted(keys | {path.name.removeprefix(DOOMED) for path in doomed_manifests(paths, "*")})
