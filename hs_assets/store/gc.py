@@ -56,6 +56,7 @@ def collect(
                 if current not in (None, manifest.layer_set):
                     yield Kept(partition, path, f"layer set {manifest.layer_set} has samples that {current} has not")
             yield from _collect_data(paths, partition, staying, manifests, leaving, min_age, delete)
+    yield from _collect_half_written(paths, locks, min_age, delete)
 
 
 def remove_partition(
@@ -112,22 +113,35 @@ def _collect_data(
             path.unlink()
 
 
+def _collect_half_written(paths: StorePaths, locks: Path, min_age: float, delete: bool) -> Iterator[Garbage | Kept]:
+    """Manifests that a crash left half written, of all partitions in one look: a layer set may have very many files."""
+    for path in sorted(paths.views.glob("*/.*.json.*.tmp")):
+        partition = path.name[1:].rpartition(".json.")[0]
+        with partition_lock(locks / f"{partition}.lock") as ours:
+            if not ours or not path.exists():
+                continue
+            reason = _unnamed(path, min_age)
+            yield (found := Garbage("leftover", partition, path, reason, size_of(path)) if reason else _young(partition, path))
+            if delete and isinstance(found, Garbage):
+                dispose(found)
+
+
 def _find(
     paths: StorePaths, partition: str, named: dict[Path, set[int]], named_before: dict[Path, set[int]], min_age: float
 ) -> Iterator[Garbage | Kept]:
-    """What of a partition's data and half-written files can go.
+    """What of a partition's data can go.
 
     Arguments:
         named: generations, with the residual ids that are used of them, and masks, that manifests name which stay.
         named_before: the same of all manifests, also those that go or went.
     """
     folders = [*paths.root.glob(f"data/*/{partition}/*"), *paths.root.glob(f"masks/{partition}/*")]
-    for path in sorted([*folders, *paths.views.glob(f"*/.{partition}.json.*.tmp")]):
+    for path in sorted(folders):
         if path in named:
             if named[path]:
                 yield from _find_arrays(partition, path, named[path], named_before[path], min_age)
             continue
-        kind: Kind = "masks" if path.is_relative_to(paths.root / "masks") else "generation" if path.is_dir() else "leftover"
+        kind: Kind = "masks" if path.is_relative_to(paths.root / "masks") else "generation"
         if path in named_before:
             reason: str | None = "only replaced layer sets name it" if named else "only removed manifests name it"
         elif path.name.startswith(DOOMED):
