@@ -8,16 +8,18 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from hs_assets.config import DEFAULT_HOME, Project
-from hs_assets.extraction.status import COMPLETE, PartitionStatus
+from hs_assets.extraction.status import COMPLETE, DAMAGED, NOT_CONFIGURED, PartitionStatus
 from hs_assets.samples.readable import runs, visible
 from hs_assets.samples.show import ShownRow
 from hs_assets.serving.state import UP, LeaseRecord, ServerState
@@ -36,9 +38,13 @@ def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
     table.add_column("reasons")
     for one in partitions:
         counts = (one.rows, one.stored, sum(one.dropped.values()), sum(one.failed.values()), one.pending, one.tokens)
-        style = "green" if one.state == COMPLETE else "yellow"
+        style = {COMPLETE: "green", DAMAGED: "red"}.get(one.state, "yellow")
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted({**one.dropped, **one.failed}.items()))
-        table.add_row(one.partition, f"[{style}]{one.state}[/]", *(f"{count:,}" for count in counts), reasons)
+        if one.layer_set != partitions[0].layer_set:
+            reasons = ", ".join(filter(None, (f"in layer set {one.layer_set}", reasons)))
+        if one.problem is not None:
+            reasons = one.problem.partition("\n")[0]
+        table.add_row(one.partition, f"[{style}]{one.state}[/]", *(f"{count:,}" for count in counts), escape(reasons))
     sums = [
         sum(values)
         for values in zip(
@@ -49,9 +55,11 @@ def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
             strict=True,
         )
     ] or [0] * 6
+    odd = Counter(one.state for one in partitions if one.state in (DAMAGED, NOT_CONFIGURED))
+    said = ", ".join(f"{count} {state}" for state, count in odd.items())
     table.add_section()
     table.add_row(
-        f"{len(partitions)} partition{'s' * (len(partitions) != 1)}", "", *(f"{value:,}" for value in sums), "", style="bold"
+        f"{len(partitions)} partition{'s' * (len(partitions) != 1)}", said, *(f"{value:,}" for value in sums), "", style="bold"
     )
     return table
 

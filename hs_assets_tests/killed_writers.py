@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from hs_assets.store import open_store
-from hs_assets.store.gc import Garbage, collect
+from hs_assets.store.disposal import Garbage
+from hs_assets.store.gc import collect
 from hs_assets.store.layout import StorePaths, create
 from hs_assets.store.verify import verify
 from hs_assets.wire.dump import token_sha256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,14 @@ from hs_assets.wire.dump import token_sha256
 from hs_assets.wire.layers import LayerSet
 
 FINGERPRINT, PARTITION = "0123456789abcdef", "demo-00000"
-LAYERS = LayerSet((2, 4), 8)
+LAYERS, OTHER = LayerSet((2, 4), 8), LayerSet((3, 5), 8)
 SHAPE = ArrayShape(hidden_size=4, dtype="BF16", chunk_tokens=4, shard_tokens=8)
+SPEC = {
+    "model_path": "moonshotai/Kimi-K2.5",
+    "model_class": "KimiK25ForConditionalGeneration",
+    "weight_fingerprint": "w" * 16,
+    "sglang_version": "0.5.17",
+}
 PROMPTS = PromptsVersion("prompts-1", "demo", "demo.jsonl", "t" * 64, "k" * 64)
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
@@ -131,7 +138,7 @@ def make_partition(
         partition=partition,
         layer_set=layers.id,
         state_fingerprint=FINGERPRINT,
-        state_spec={"model_path": "moonshotai/Kimi-K2.5", "dtype": shape.dtype},
+        state_spec=SPEC | {"dtype": shape.dtype},
         prompts=prompts,
         rows=len(samples) + len(unstored),
         samples=samples,
@@ -139,6 +146,26 @@ def make_partition(
     )
     manifest.write(paths)
     return Partition(made.input_ids, made.masks, made.states, manifest)
+
+
+def widen(paths: StorePaths, made: Partition, layers: LayerSet = OTHER) -> Manifest:
+    """Another layer set over the same rows: the final state from the generation that is there, two more from a new one."""
+    lengths = [len(ids) for ids in made.input_ids.values()]
+    together, partition = [layers.aux], made.manifest.partition
+    more = make_partition(paths, lengths, partition=partition, layers=layers, seed=0, ids_by_generation=together)
+    samples = tuple(
+        dataclasses.replace(
+            new,
+            parts=(
+                new.parts[0],
+                dataclasses.replace(old.parts[0], residual_ids=(8,), norms=(1.0,)),
+            ),
+        )
+        for old, new in zip(made.manifest.samples, more.manifest.samples, strict=True)
+    )
+    manifest = dataclasses.replace(more.manifest, samples=samples)
+    manifest.write(paths)
+    return manifest
 
 
 def generation_folder(paths: StorePaths, made: Partition, sample: int = 0, part: int = 0) -> Path:

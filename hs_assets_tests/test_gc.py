@@ -18,15 +18,13 @@ from click.testing import CliRunner
 from hs_assets.cli import main
 from hs_assets.store import open_store
 from hs_assets.store.arrays import BFLOAT16
-from hs_assets.store.gc import Garbage, Kept, collect
+from hs_assets.store.disposal import Garbage, Kept
+from hs_assets.store.gc import collect
 from hs_assets.store.layout import create
 from hs_assets.store.manifest import UnstoredRow
 from hs_assets.store.verify import verify
 from hs_assets.store.writer import STAGING_PREFIX, GenerationWriter
-from hs_assets.wire.layers import LayerSet
-from hs_assets_tests.store_material import FINGERPRINT, LAYERS, PARTITION, SHAPE, generation_folder, make_partition
-
-OTHER = LayerSet((3, 5), 8)
+from hs_assets_tests.store_material import FINGERPRINT, LAYERS, OTHER, PARTITION, SHAPE, generation_folder, make_partition, widen
 
 
 @pytest.fixture
@@ -165,7 +163,7 @@ def test_a_writer_in_another_process_until_it_is_killed(paths):
 
 def test_a_removal_that_was_cut_short_is_finished(paths, monkeypatch):
     folder = unnamed_generation(paths)
-    monkeypatch.setattr("hs_assets.store.gc.remove_tree", lambda _: None)
+    monkeypatch.setattr("hs_assets.store.disposal.remove_tree", lambda _: None)
     gc(paths)
     assert not folder.exists()
     monkeypatch.undo()
@@ -174,24 +172,6 @@ def test_a_removal_that_was_cut_short_is_finished(paths, monkeypatch):
 
 
 # Layer sets
-
-
-def widen(paths, made, layers=OTHER):
-    """Another layer set over the same rows: the final state from the generation that is there, two more from a new one."""
-    more = make_partition(paths, [len(ids) for ids in made.input_ids.values()], layers=layers, seed=0)
-    samples = tuple(
-        dataclasses.replace(
-            new,
-            parts=(
-                dataclasses.replace(new.parts[0], residual_ids=layers.aux, norms=(1.0,) * len(layers.aux)),
-                dataclasses.replace(old.parts[0], residual_ids=(8,), norms=(1.0,)),
-            ),
-        )
-        for old, new in zip(made.manifest.samples, more.manifest.samples, strict=True)
-    )
-    manifest = dataclasses.replace(more.manifest, samples=samples)
-    manifest.write(paths)
-    return manifest
 
 
 def test_a_replaced_layer_set_goes_and_what_the_new_one_shares_stays(paths):

@@ -21,7 +21,7 @@ from hs_assets.store.layout import create
 from hs_assets.store.lineage import Question, lineage_rows
 from hs_assets.store.manifest import UnstoredRow
 from hs_assets.wire.layers import LayerSet
-from hs_assets_tests.store_material import FINGERPRINT, LAYERS, make_partition
+from hs_assets_tests.store_material import FINGERPRINT, LAYERS, make_partition, widen
 
 OTHER = LayerSet((6,), 8)
 
@@ -154,6 +154,25 @@ def test_the_command_for_a_sample(store, home):
     assert (absent.exit_code, absent.stdout) == (1, "")
     assert "no such sample" in absent.stderr
     assert (dropped.exit_code, dropped.stdout.split("  ")[2]) == (0, "dropped")
+
+
+def test_every_layer_set_that_has_a_sample(tmp_path):
+    paths = create(tmp_path / "store.zarr")
+    made = make_partition(paths, [5, 6])
+    widen(paths, made, LayerSet((3, 5), 8))
+    make_partition(paths, [5], layers=LayerSet((1,), 8))
+    both = [json.loads(line) for line in ask(tmp_path, "demo-00000/0001", "--json").stdout.splitlines()]
+    assert [one["layer_set"] for one in both] == ["r2-4-8", "r3-5-8"]
+    assert [[part["residual_ids"] for part in one["parts"]] for one in both] == [[[2, 4, 8]], [[3, 5], [8]]]
+    printed = ask(tmp_path, "demo-00000/0000").stdout
+    assert [line for line in printed.splitlines() if "in layer set" in line] == [
+        f"demo-00000/0000 in layer set {name}" for name in ("r1-8", "r2-4-8", "r3-5-8")
+    ]
+    path = paths.manifest("r3-5-8", "demo-00000")
+    path.write_text(path.read_text()[:-30])
+    damaged = ask(tmp_path, "demo-00000/0001", "--json")
+    assert (damaged.exit_code, json.loads(damaged.stdout)["layer_set"]) == (1, "r2-4-8")
+    assert str(path) in damaged.stderr
 
 
 def test_a_pipe_or_a_device_is_not_replaced_by_a_table(store, tmp_path):

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hs_assets.cli import main
 from hs_assets.config import Project, load_project
 from hs_assets.errors import PromptError, StoreError
+from hs_assets.extraction.backfill_summary import FinishedBackfill, summarize
 from hs_assets.extraction.status import status
 from hs_assets.samples.prompts import find_counts, table_path
 from hs_assets.wire.rid import Rid
@@ -124,3 +125,75 @@ def test_what_the_system_says_of_a_file_is_shown_without_a_traceback(project: Pr
     path = tmp_path / "nowhere" / "lineage.parquet"
     result = CliRunner().invoke(main, ["lineage", "--parquet", str(path), "--home", str(project.home.root)])
     assert (result.exit_code, result.output.startswith("Error: "), str(path.parent) in result.output) == (1, True, True)
+
+
+@pytest.fixture
+def two(home: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> Project:
+    """Two partitions of four rows, both stored."""
+    source = write_rows(tmp_path / "rows.jsonl", 8)
+    settings = {"top": "layers = [2, 4]", "server": "spool_bytes = 200_000_000", "prompts": "rows_per_partition = 4"}
+    made = write_project(home, checkpoint("llama"), source, **settings)
+    make_prompts(made)
+    with fake_server(made):
+        for key in ("rows-00000", "rows-00001"):
+            assert run(made, key).problems == []
+    return made
+
+
+def test_a_damaged_partition_is_named_and_all_others_are_shown(two: Project) -> None:
+    whole = json.loads(asked(two, "--json")[1])
+    assert whole["states"] == {"complete": 2}
+    path = two.store_path / "views" / "r2-4-8" / "rows-00000.json"
+    text = path.read_bytes()
+    path.write_bytes(text[:-20])
+    code, printed = asked(two, "--json")
+    damaged, other = json.loads(printed)["partitions"]
+    assert (code, other, json.loads(printed)["states"]) == (1, whole["partitions"][1], {"damaged": 1, "complete": 1})
+    assert (damaged["partition"], damaged["state"], damaged["in"], damaged["pending"]) == ("rows-00000", "damaged", 4, 4)
+    assert "a manifest cannot be read" in damaged["problem"]
+    assert str(path) in damaged["problem"]
+    code, printed = asked(two)
+    assert code == 1
+    assert "a manifest cannot be read" in next(line for line in printed.splitlines() if "rows-00000" in line)
+    assert "1 damaged" in next(line for line in printed.splitlines() if "2 partitions" in line)
+    plan = CliRunner().invoke(main, ["plan", "--home", str(two.home.root), "--json"])
+    need = json.loads(plan.stdout)
+    assert (plan.exit_code, need["partitions"], need["samples"], list(need["damaged"])) == (1, 2, 0, ["rows-00000"])
+    assert "DAMAGED rows-00000" in CliRunner().invoke(main, ["plan", "--home", str(two.home.root)]).stdout
+    backfill = FinishedBackfill("b", "failed", "then", 1.0, ["rows-00000", "rows-00001"], frozenset({"rows-00001"}), {})
+    page = summarize(backfill, status(two))
+    assert "rows: 8 = 4 stored + 0 dropped + 0 failed + 4 pending" in page
+    assert "| rows-00000 | a manifest cannot be read" in page
+    path.write_bytes(text)
+    assert json.loads(asked(two, "--json")[1]) == whole
+    table_path(two.home.prompts, "rows-00001").write_bytes(b"no table")
+    path.with_name("rows-00001.json").unlink()
+    code, printed = asked(two, "--json")
+    assert (code, [one["state"] for one in json.loads(printed)["partitions"]]) == (1, ["complete", "damaged"])
+
+
+def test_stored_partitions_of_sources_that_are_not_configured(two: Project, tmp_path: Path) -> None:
+    before = json.loads(asked(two, "--json")[1])["partitions"]
+    write_rows(tmp_path / "others.jsonl", 3)
+    config = two.home.config
+    text = config.read_text()
+    config.write_text(text.replace("rows.jsonl", "others.jsonl"))
+    code, printed = asked(two, "--json")
+    found = json.loads(printed)
+    assert (code, found["states"]) == (0, {"new": 1, "not configured": 2})
+    assert [one["partition"] for one in found["partitions"]] == ["others-00000", "rows-00000", "rows-00001"]
+    assert found["partitions"][1:] == [one | {"state": "not configured"} for one in before]
+    assert "2 not configured" in asked(two)[1]
+    config.write_text(text.replace("rows.jsonl", "others.jsonl").replace("layers = [2, 4]", "layers = [5]"))
+    stored_elsewhere = json.loads(asked(two, "--json")[1])["partitions"][1:]
+    assert stored_elsewhere == found["partitions"][1:]
+    assert "in layer set r2-4-8" in asked(two)[1]
+    removed = CliRunner().invoke(main, ["remove", "rows", "--delete", "--home", str(two.home.root)])
+    assert removed.exit_code == 0, removed.output
+    assert json.loads(asked(two, "--json")[1])["states"] == {"new": 1}
+    config.write_text(text)
+    assert [(one.state, one.pending) for one in status(load_project(two.home.root))] == [("prepared", 4)] * 2
+    with fake_server(two) as server:
+        assert run(two, "rows-00001").problems == []
+        assert sorted(server.rows) == list(range(4))
+    assert [one.state for one in status(load_project(two.home.root))] == ["prepared", "complete"]

@@ -14,10 +14,11 @@ except ImportError:
 from hs_assets.cli.exports import export
 from hs_assets.cli.plan import plan
 from hs_assets.cli.prompts import prompts
+from hs_assets.cli.removal import gc, remove
 from hs_assets.cli.run import demo, status
 from hs_assets.cli.server import engine, server
 from hs_assets.cli.show import show
-from hs_assets.cli.store import gc, lineage, verify
+from hs_assets.cli.store import lineage, verify
 from hs_assets.errors import HsAssetsError
 
 
@@ -48,5 +49,5 @@ def main() -> None:
     """
 
 
-for command in (demo, engine, server, prompts, plan, status, lineage, show, verify, gc, export):
+for command in (demo, engine, server, prompts, plan, status, lineage, show, verify, gc, remove, export):
     main.add_command(command)

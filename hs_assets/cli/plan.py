@@ -18,7 +18,9 @@ from hs_assets.errors import HsAssetsError
 @json_option
 @click.argument("partitions", nargs=-1)
 def plan(home: Path | None, config: str | None, as_json: bool, partitions: tuple[str, ...]) -> None:
-    """What extracting PARTITIONS (all by default) would take of store and spool. Exit status 1 where it does not fit.
+    """What extracting PARTITIONS (all by default) would take of store and spool.
+
+    Exit status 1 where it does not fit, or one of them cannot be read.
 
     Exact where prompts are made; else estimated from the bytes of the rows. No server is started or asked.
 
@@ -50,4 +52,6 @@ def plan(home: Path | None, config: str | None, as_json: bool, partitions: tuple
         )
         for problem in need.problems:
             click.echo(f"DOES NOT FIT {problem}")
-    sys.exit(1 if need.problems else 0)
+        for key, problem in need.damaged.items():
+            click.echo(f"DAMAGED {key}: nothing is counted for it: {problem}")
+    sys.exit(1 if need.problems or need.damaged else 0)

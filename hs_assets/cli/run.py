@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -69,19 +70,20 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
 @json_option
 @click.option("--layer-set", help="Such as r3-31-59-61 [the configured one].")
 def status(home: Path | None, config: str | None, as_json: bool, layer_set: str | None) -> None:
-    """The ledger of every partition. Exit status 1 where rows failed.
+    """The ledger of every partition, also of sources that are not configured. Exit status 1 where rows failed, or one is damaged.
 
     \b
     hs-assets status
     hs-assets status --json | jq '.partitions[] | select(.failed != {})'
     """
     from hs_assets.console import ledger_table, make_console
-    from hs_assets.extraction.status import INCOMPLETE
+    from hs_assets.extraction.status import DAMAGED, INCOMPLETE
     from hs_assets.extraction.status import status as read_status
 
     partitions = read_status(load_project(home, config), layer_set)
     if as_json:
-        click.echo(json.dumps({"partitions": [one.as_json() for one in partitions]}))
+        states = Counter(one.state for one in partitions)
+        click.echo(json.dumps({"partitions": [one.as_json() for one in partitions], "states": states}))
     else:
         make_console().print(ledger_table(partitions))
-    sys.exit(1 if any(one.state == INCOMPLETE for one in partitions) else 0)
+    sys.exit(1 if any(one.state in (INCOMPLETE, DAMAGED) for one in partitions) else 0)

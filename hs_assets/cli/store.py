@@ -1,4 +1,4 @@
-"""The commands that work on a store alone: ``hs-assets lineage``, ``verify``, ``gc``."""
+"""The commands that work on a store alone: ``hs-assets lineage``, ``verify``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lineage(
     """Where a sample came from; or which samples came of a source row, a run or a state spec. Exit status 1 where there is none.
 
     \b
-    hs-assets lineage demo-00000/0003                  states, dump, server, tokens, prompt partition, file and row
+    hs-assets lineage demo-00000/0003                  states, dump, server, tokens, prompts, file and row; of each layer set
     hs-assets lineage --source demo --row 17           what became of a source row, also where it was dropped
     hs-assets lineage --run 3f2c… --json               a line of JSON a row
     hs-assets lineage --parquet lineage.parquet        a table: duckdb -c "select * from 'lineage.parquet' where source_row = 17"
@@ -53,23 +53,17 @@ def lineage(
     from hs_assets.store.reader import lineage as record_of
 
     store = open_store(load_project(home, config).store_path)
-    absent = StoreError(
-        "no row is an answer",
-        where=store.paths.root,
-        remedy="hs-assets status lists the partitions, <source>-<number>; their rows are known once one was extracted",
-    )
     question = Question(sample_id, layer_set, partition, source, source_row, run_id, spec)
-    if sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None:
-        try:
-            record = record_of(*store.find(sample_id))
-        except StoreError as error:  # it may be a row that has no states
-            absent = error
+    count = 0
+    of_sample = sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None
+    for count, entry in enumerate(store.find_all(sample_id or "") if of_sample else (), 1):  # noqa: B007  (the last is the count)
+        record = record_of(*entry)
+        if as_json:
+            click.echo(json.dumps(dataclasses.asdict(record)))
         else:
-            if as_json:
-                click.echo(json.dumps(dataclasses.asdict(record)))
-            else:
-                make_console().print(lineage_tree(record))
-            return
+            make_console().print(lineage_tree(record))
+    if count:
+        return
     if parquet is not None:
         count = write_lineage_table(store, parquet, question)
         click.echo(f"{count} rows in {parquet}")
@@ -78,8 +72,7 @@ def lineage(
             "Name a sample, or what its rows shall be of: --partition, --source, --row, --run, --spec; or --parquet FILE."
         )
     else:
-        count = 0
-        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007  (the last number is the count)
+        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007
             why = "" if row.reason is None else f"  {row.reason}: {row.detail}"
             runs = ", ".join(dict.fromkeys(row.run_ids))
             line = (
@@ -87,7 +80,9 @@ def lineage(
             )
             click.echo(json.dumps(row.as_dict()) if as_json else line)
     if not count:
-        raise absent
+        problem = "no such sample in the store" if of_sample else "no row is an answer"
+        remedy = "hs-assets status lists the partitions, <source>-<number>; their rows are known once one was extracted"
+        raise StoreError(problem, where=store.paths.root, got=sample_id, remedy=remedy)
 
 
 @click.command()
@@ -118,46 +113,3 @@ def verify(home: Path | None, config: str | None, as_json: bool, processes: int 
             click.echo(f"{problem.where} ({problem.layer_set}): {problem.detail}")
         click.echo(f"{good} samples hold, {len(problems)} problems")
     sys.exit(1 if problems else 0)
-
-
-@click.command()
-@project_options
-@json_option
-@click.option("--old-layer-sets", is_flag=True, help="Also layer sets that the configured one has replaced, sample for sample.")
-@click.option("--min-age", type=click.FloatRange(0), default=24.0, show_default=True, help="Hours that a leftover is kept.")
-@click.option("--delete", is_flag=True, help="Remove it; else it is only listed.")
-def gc(home: Path | None, config: str | None, as_json: bool, old_layer_sets: bool, min_age: float, delete: bool) -> None:
-    """List what no manifest names any more, and with --delete remove it; never what a running writer holds.
-
-    \b
-    hs-assets gc                              generations and masks that crashes and changes left behind
-    hs-assets gc --old-layer-sets --delete    also the layer sets from before the last change
-    """
-    from hs_assets.samples.model import read_model_facts
-    from hs_assets.store.gc import Garbage, Kept, collect
-    from hs_assets.store.layout import check
-    from hs_assets.wire.layers import LayerSet
-
-    project = load_project(home, config)
-    current = None
-    if old_layer_sets:
-        layers = read_model_facts(project.settings.model.path).num_layers
-        current = LayerSet.choose(project.settings.layers, layers).id
-    paths = check(project.store_path)
-    garbage, kept = list[Garbage](), list[Kept]()
-    for found in collect(paths, project.home.locks, current=current, min_age=min_age * 3600, delete=delete):
-        if isinstance(found, Garbage):
-            garbage.append(found)
-            said = f"{found.path.relative_to(paths.root)}: {found.reason} ({found.bytes:,} bytes)"
-        else:
-            kept.append(found)
-            said = f"{found.where.relative_to(paths.root)}: kept: {found.reason}"
-        if not as_json:
-            click.echo(f"{found.partition}: {said}")
-    total = sum(one.bytes for one in garbage)
-    if as_json:
-        body = {"garbage": [dataclasses.asdict(one) for one in garbage], "kept": [dataclasses.asdict(one) for one in kept]}
-        click.echo(json.dumps({"deleted": delete, "bytes": total, **body}, default=str))
-    else:
-        did = "removed" if delete else "could go (--delete removes it)"
-        click.echo(f"{len(garbage)} files and folders, {total:,} bytes {did}; {len(kept)} kept")

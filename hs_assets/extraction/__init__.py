@@ -9,6 +9,7 @@ intake.py         dumps in: validated, appended, published, freed
 extract.py        the whole of it, and the report
 status.py         the ledger of every partition
 lineage_table.py  the lineage of all rows as a Parquet table
+remove.py         partitions that are not wanted any more
 tidy.py           what crashes left, removed
 backfill_summary.py  a page on a finished backfill
 """

@@ -46,6 +46,7 @@ def require_room(project: Project, target: Target, backfill: str, wanted: Callab
             whole = wanted()
             need = predict(project, target, whole.partitions, kept=whole.kept)
             guessed = f", {need.estimated} of them estimated" if need.estimated else ""
+            guessed += f", {len(need.damaged)} that cannot be read not counted" if need.damaged else ""
             say(
                 f"backfill {backfill}: {need.partitions} partitions{guessed} lack {need.samples:,} samples: {need.store_bytes:,} "
                 f"bytes for the store, where {need.store_free_bytes:,} are free; the largest dump has {need.largest_dump_bytes:,}"

@@ -46,6 +46,12 @@ def summarize(backfill: FinishedBackfill, statuses: Sequence[PartitionStatus]) -
         if reasons:
             lines += ["", f"## {title}", "", "| reason | rows |", "|---|---|"]
             lines += [f"| {reason} | {count:,} |" for reason, count in reasons.most_common()]
+    if damaged := [one for one in statuses if one.problem is not None]:
+        lines += ["", "## Partitions that cannot be read", "", "Their rows count as pending.", ""]
+        lines += ["| partition | why |", "|---|---|"]
+        lines += [f"| {one.partition} | {' '.join((one.problem or '').split())} |" for one in damaged[:_SHOWN]]
+        if len(damaged) > _SHOWN:
+            lines.append(f"| and {len(damaged) - _SHOWN} more | |")
     if not_made:
         by_key = {one.partition: one for one in statuses}
         lines += ["", "## Partitions that are not made", "", "| partition | run | rows that failed |", "|---|---|---|"]

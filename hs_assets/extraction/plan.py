@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from hs_assets.samples.prompts import Prompt, PromptPartition, read_partition_ta
 from hs_assets.samples.responses import read_responses
 from hs_assets.samples.tokenizer import changed_since
 from hs_assets.serving.launch import Target
+from hs_assets.store.generation import state_arrays
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, Part, UnstoredRow, manifests_of
 from hs_assets.wire.dump import ITEM_BYTES, DumpLayout
@@ -171,12 +174,19 @@ def _before(manifests: list[Manifest], layer_set: LayerSet, prompts: PromptParti
 
 def _states(generations: Path, manifests: list[Manifest]) -> dict[str, dict[int, Part]]:
     """Token hash → residual id → the part that holds its states; what a manifest names and the disk lacks is not stored."""
-    there = {folder.name for folder in generations.glob("*")}
+    freed = {folder.name: _freed(folder) for folder in generations.glob("*")}
     states: dict[str, dict[int, Part]] = {}
     for manifest in manifests:
         for sample in manifest.samples:
             here = states.setdefault(sample.token_sha256, {})
             for part in sample.parts:
-                for residual_id in part.residual_ids if part.generation in there else ():
-                    here.setdefault(residual_id, part)
+                if part.generation in freed:
+                    here |= {i: part for i in part.residual_ids if i not in here and i not in freed[part.generation]}
     return states
+
+
+def _freed(generation: Path) -> Set[int]:
+    """Residual ids that were freed of a generation; none where its metadata are damaged, which is not for a plan to say."""
+    with suppress(OSError, KeyError, ValueError, TypeError):
+        return state_arrays(generation).freed.keys()
+    return frozenset()

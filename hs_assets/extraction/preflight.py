@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hs_assets.config import Project
-from hs_assets.errors import SpoolError
+from hs_assets.errors import PromptError, SpoolError, StoreError
 from hs_assets.extraction.plan import compare, free_bytes
 from hs_assets.extraction.status import source_indexes
 from hs_assets.samples.prompts import table_path
@@ -47,6 +47,8 @@ class Need:
     """The budget of the spool; None where there is no room for one."""
     spool_left_bytes: int = 0
     """What of it is not taken by dumps of other partitions."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Partitions whose manifests or prompts cannot be read, and why: nothing is counted for them."""
     problems: list[str] = field(default_factory=list)
     """Why it cannot be done as it is; empty if it can."""
 
@@ -68,7 +70,11 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
                 continue
             need.partitions += 1
             if table_path(project.home.prompts, key).exists():
-                plan = compare(project, target, paths, key)
+                try:
+                    plan = compare(project, target, paths, key)
+                except (StoreError, PromptError) as error:
+                    need.damaged[key] = str(error)
+                    continue
                 need.store_bytes += plan.store_bytes
                 lengths = [len(prompt.input_ids) for prompt in plan.to_capture]
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,17 @@ from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.layers import LayerSet
 
 COMPLETE, INCOMPLETE, STALE, PREPARED, NEW = "complete", "incomplete", "stale", "prepared", "new"
-"""STALE: stored in another layer set than the one that is looked at."""
+DAMAGED, NOT_CONFIGURED = "damaged", "not configured"
+"""STALE: stored in another layer set than the one that is looked at. DAMAGED: its manifest or its prompts cannot be read.
+NOT_CONFIGURED: stored, and no configured source has such a partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """What became of a partition's rows: ``rows == stored + dropped + failed + pending``; pending before extraction only."""
+    """What became of a partition's rows: ``rows == stored + dropped + failed + pending``.
+
+    Pending before extraction only, or where nobody knows: all rows of a damaged partition are.
+    """
 
     partition: str
     layer_set: str
@@ -38,6 +44,8 @@ class PartitionStatus:
     bytes: int
     """Of the stored states."""
     state_fingerprint: str | None
+    problem: str | None = None
+    """Why it cannot be read, where it is damaged."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -52,6 +60,7 @@ class PartitionStatus:
             "tokens": self.tokens,
             "bytes": self.bytes,
             "state_fingerprint": self.state_fingerprint,
+            "problem": self.problem,
         }
 
 
@@ -84,6 +93,9 @@ def source_of(project: Project, key: str) -> Source:
 def status(project: Project, layer_set_id: str | None = None, keys: Collection[str] | None = None) -> list[PartitionStatus]:
     """The status of every partition, or of those of `keys`, in one layer set (by default the configured one).
 
+    Partitions that are stored and that no configured source has come last; one that is not stored in that layer set is shown
+    in the first one that has it.
+
     Raises:
         StoreError: the layer set is neither the configured one nor in the store.
     """
@@ -101,23 +113,59 @@ def status(project: Project, layer_set_id: str | None = None, keys: Collection[s
             remedy="name one of these, or leave --layer-set out for the configured one",
         )
     chosen = LayerSet.parse(layer_set_id) if layer_set_id else configured
-    layout = DumpLayout(1, chosen.residual_ids, facts.hidden_size, DTYPES[project.settings.server.dtype])
+    view = _View(project, paths, facts.hidden_size)
     others = sorted(known - {chosen.id})
-    return [
-        _partition(project, paths, chosen.id, others, layout.row_bytes, partition_key(name, number), end - start)
+    rows = {
+        partition_key(name, number): end - start
         for name, index in source_indexes(project).items()
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True))
-        if keys is None or partition_key(name, number) in keys
-    ]
+    }
+    found = [view.configured(key, chosen.id, others, count) for key, count in rows.items() if keys is None or key in keys]
+    stored = _stored_in(paths, [chosen.id, *others]) if paths else {}
+    extra = sorted(key for key in stored if key not in rows and (keys is None or key in keys))
+    return found + [view.unconfigured(key, stored[key]) for key in extra]
 
 
-def _partition(
-    project: Project, paths: StorePaths | None, layer_set: str, others: Sequence[str], row_bytes: int, key: str, rows: int
-) -> PartitionStatus:
-    found = find_summary(paths, layer_set, key) if paths else None
-    if found is not None:
+def _stored_in(paths: StorePaths, layer_sets: Sequence[str]) -> dict[str, str]:
+    """Partition → the first of some layer sets that has a manifest of it."""
+    stored: dict[str, str] = {}
+    for layer_set in layer_sets:
+        for path in paths.manifests(layer_set):
+            stored.setdefault(path.stem, layer_set)
+    return stored
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Looks partitions up, one by one; what cannot be read of one is its status."""
+
+    project: Project
+    paths: StorePaths | None
+    hidden_size: int
+
+    def configured(self, key: str, layer_set: str, others: Sequence[str], rows: int) -> PartitionStatus:
+        """A partition that has `rows` rows in its source now."""
+        try:
+            return self._stored(key, layer_set, rows) or self._not_stored(key, layer_set, others, rows)
+        except (StoreError, PromptError) as error:
+            return PartitionStatus(key, layer_set, DAMAGED, rows, 0, {}, {}, rows, 0, 0, None, str(error))
+
+    def unconfigured(self, key: str, layer_set: str) -> PartitionStatus:
+        """A partition that no configured source has."""
+        try:
+            found = self._stored(key, layer_set, 0)
+        except StoreError as error:
+            return PartitionStatus(key, layer_set, DAMAGED, 0, 0, {}, {}, 0, 0, 0, None, str(error))
+        nothing = PartitionStatus(key, layer_set, NOT_CONFIGURED, 0, 0, {}, {}, 0, 0, 0, None)  # it was removed meanwhile
+        return dataclasses.replace(found, state=NOT_CONFIGURED) if found else nothing
+
+    def _stored(self, key: str, layer_set: str, rows: int) -> PartitionStatus | None:
+        found = find_summary(self.paths, layer_set, key) if self.paths else None
+        if found is None:
+            return None
         ledger = found.ledger
         pending = max(0, rows - found.source_rows)  # rows that were appended since
+        layers, dtype = LayerSet.parse(layer_set), DTYPES[self.project.settings.server.dtype]
         return PartitionStatus(
             partition=key,
             layer_set=layer_set,
@@ -128,13 +176,15 @@ def _partition(
             failed=ledger.failed,
             pending=pending,
             tokens=found.tokens,
-            bytes=found.tokens * row_bytes,
+            bytes=found.tokens * DumpLayout(1, layers.residual_ids, self.hidden_size, dtype).row_bytes,
             state_fingerprint=found.state_fingerprint,
         )
-    made = find_counts(project.home.prompts, key)
-    if made is not None:
+
+    def _not_stored(self, key: str, layer_set: str, others: Sequence[str], rows: int) -> PartitionStatus:
+        made = find_counts(self.project.home.prompts, key)
+        if made is None:
+            return PartitionStatus(key, layer_set, NEW, rows, 0, {}, {}, rows, 0, 0, None)
         pending = made.prompts + max(0, rows - made.source_rows)
         total = pending + sum(made.dropped.values())
-        stale = paths is not None and any(paths.manifest(other, key).exists() for other in others)
+        stale = self.paths is not None and any(self.paths.manifest(other, key).exists() for other in others)
         return PartitionStatus(key, layer_set, STALE if stale else PREPARED, total, 0, made.dropped, {}, pending, 0, 0, None)
-    return PartitionStatus(key, layer_set, NEW, rows, 0, {}, {}, rows, 0, 0, None)

@@ -11,6 +11,7 @@
     dtype.py        bfloat16 for zarr
     layout.py       where everything lies, and the version
     writer.py       a generation: arrays written aside, published at once
+    generation.py   the arrays of one, and which of them were freed
     compression.py  how much smaller a partition became
     manifest.py     a view of a partition: its samples, its ledger, its lineage
     summary.py      its counts, without its samples
@@ -19,6 +20,8 @@
     lineage.py      a record a row; those of a source row, a run or a state spec
     verify.py       the store against its own promises
     gc.py           what can go
+    disposal.py     how it goes: at once for readers, and whole in the end whoever is killed
+    removed.py      manifests of removed partitions, for lineage
     processes.py    workers that end with who started them
 
 README.md beside this specifies the format.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hs_assets.errors import StoreError
+from hs_assets.store.generation import open_generation
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Compression, StoredSample
-from hs_assets.store.reader import open_generation
 
 
 def measure_compression(

@@ -39,6 +39,11 @@ class StorePaths:
         """All manifests of a layer set, in the order of their partitions."""
         return sorted((self.views / layer_set_id).glob("*.json"), key=lambda path: path.stem)
 
+    @property
+    def removed(self) -> Path:
+        """Manifests of partitions that were removed, ``<layer set id>/<partition>/<UTC time>-<hex>.json``."""
+        return self.root / "removed"
+
     def masks(self, partition: str, version: str) -> Path:
         return self.root / "masks" / partition / version
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from hs_assets.store.manifest import Manifest, StoredSample, UnstoredRow
 from hs_assets.store.reader import Store
+from hs_assets.store.removed import removed_manifests
+
+REMOVED = "removed"
+"""The outcome of a row whose partition was removed on purpose; the other fields are as they were."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineageRow:
-    """A row of a source in a layer set, stored or not. What a row without states cannot have is None or empty.
+    """A row of a source in a layer set: stored, dropped, failed or removed.
 
-    Lists go together: entry i is of the i-th capture that made some of its states. ``captured_at`` in seconds since 1970.
+    What a row without states cannot have is None or empty. Lists go together: entry i is of the i-th capture that made some of
+    its states. ``captured_at`` in seconds since 1970.
     """
 
     sample_id: str
@@ -75,15 +82,32 @@ class Question:
 
 
 def lineage_rows(store: Store, question: Question | None = None) -> Iterator[LineageRow]:
-    """All rows that a question asks for, by layer set, partition and place in the partition.
+    """All rows that a question asks for, by layer set, partition and place in the partition; then those of removed partitions.
+
+    A removed partition is no answer where it is stored in that layer set again; of several removals the last one is.
 
     Raises:
         StoreError: a manifest cannot be read, or there is no such layer set.
     """
     question = question or Question()
+    removed = {
+        (one.manifest.layer_set, one.manifest.partition): one
+        for one in removed_manifests(store.paths)
+        if question.layer_set in (None, one.manifest.layer_set)
+    }
     for layer_set in store.layer_sets() if question.layer_set is None else [question.layer_set]:
         for manifest in store.manifests(layer_set):
+            removed.pop((manifest.layer_set, manifest.partition), None)
             yield from filter(question.fits, lineage_of(manifest))
+    for one in removed.values():
+        yield from filter(question.fits, map(partial(_as_removed, one.at), lineage_of(one.manifest)))
+
+
+def _as_removed(at: float, row: LineageRow) -> LineageRow:
+    """What becomes of a row as its partition is removed, `at` seconds since 1970."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+    before = row.outcome if row.reason is None else f"{row.outcome}, {row.reason}: {row.detail}"
+    return replace(row, outcome=REMOVED, reason=REMOVED, detail=f"with its partition, {when}; before: {before}")
 
 
 def lineage_of(manifest: Manifest) -> Iterator[LineageRow]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,14 +12,13 @@ from typing import Any, overload
 import numpy as np
 
 from hs_assets.errors import StoreError
-from hs_assets.store.arrays import MissingRowsError, StoredArray, open_array
-from hs_assets.store.layout import StorePaths, array_name, check
+from hs_assets.store.arrays import MissingRowsError, StoredArray
+from hs_assets.store.generation import REMEDY, Generation, open_generation
+from hs_assets.store.layout import StorePaths, check
 from hs_assets.store.manifest import Manifest, Part, StoredSample, read_manifest
 from hs_assets.store.masks import read_masks
 from hs_assets.wire.dump import token_sha256
 from hs_assets.wire.rid import is_partition_key
-
-_REMEDY = "remove the damaged folder, then materialise the partition again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +102,12 @@ class Store:
         return self.states(*self.find(sample_id, wanted), wanted, tokens)
 
     def find(self, sample_id: str, layers: tuple[int, ...] | None = None) -> tuple[Manifest, StoredSample]:
-        """The manifest that has a sample (with all of `layers`), and its entry."""
-        partition, found = sample_id.rpartition("/")[0], False
-        for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
-            manifest = _current_manifest(self.paths.manifest(layer_set_id, partition))
-            for sample in manifest.samples if manifest else ():
-                if sample.sample_id != sample_id or manifest is None:
-                    continue
-                found = True
-                if set(layers or ()) <= set(_residual_ids(sample)):
-                    return manifest, sample
+        """The first manifest that has a sample (with all of `layers`), and its entry."""
+        found = False
+        for manifest, sample in self.find_all(sample_id):
+            found = True
+            if set(layers or ()) <= set(_residual_ids(sample)):
+                return manifest, sample
         if found:
             problem, got = "no such states of this sample in the store", f"layer sets {self.layer_sets()}"
             raise StoreError(problem, where=sample_id, expected=f"residual ids {layers}", got=got)
@@ -123,6 +118,19 @@ class Store:
             remedy="an id is <partition>/<row, 4 digits>; hs-assets status lists the partitions",
         )
 
+    def find_all(self, sample_id: str) -> Iterator[tuple[Manifest, StoredSample]]:
+        """The manifests that have a sample, and its entry in each, by layer set.
+
+        Raises:
+            StoreError: the next manifest of its partition cannot be read.
+        """
+        partition = sample_id.rpartition("/")[0]
+        for layer_set_id in self.layer_sets() if is_partition_key(partition) else ():
+            manifest = _current_manifest(self.paths.manifest(layer_set_id, partition))
+            for sample in manifest.samples if manifest else ():
+                if sample.sample_id == sample_id and manifest is not None:
+                    yield manifest, sample
+
     def sample(self, manifest: Manifest, sample: StoredSample) -> Eagle3Sample:
         """A sample, read whole."""
         ids, mask = self.ids_and_mask(manifest, sample)
@@ -130,17 +138,21 @@ class Store:
 
     def ids_and_mask(self, manifest: Manifest, sample: StoredSample) -> tuple[np.ndarray, np.ndarray]:
         """``input_ids`` int32 [L] and ``loss_mask`` bool [L] of a sample, which are those that the manifest claims."""
+        with self._not_removed(manifest, sample):
+            return self._ids_and_mask(manifest, sample)
+
+    def _ids_and_mask(self, manifest: Manifest, sample: StoredSample) -> tuple[np.ndarray, np.ndarray]:
         part = sample.parts[0]
         try:
             ids = self._generation(manifest, part).input_ids.read(part.offset, part.offset + sample.tokens)
             mask = _masks(self.paths, manifest.partition, manifest.prompts.version)[sample.mask]
         except (OSError, LookupError, ValueError, TypeError) as error:
-            raise StoreError("ids or mask cannot be read", where=sample.sample_id, got=repr(error), remedy=_REMEDY) from error
+            raise StoreError("ids or mask cannot be read", where=sample.sample_id, got=repr(error), remedy=REMEDY) from error
         seen = token_sha256(ids.data), len(mask), int(mask.sum())
         claimed = sample.token_sha256, sample.tokens, sample.supervised_tokens
         if seen != claimed:
             problem = "ids or mask are not those of the manifest"
-            raise StoreError(problem, where=sample.sample_id, expected=claimed, got=seen, remedy=_REMEDY)
+            raise StoreError(problem, where=sample.sample_id, expected=claimed, got=seen, remedy=REMEDY)
         return ids, mask
 
     def states(
@@ -173,16 +185,32 @@ class Store:
                 problem = "no such states of this sample in its layer set"
                 raise StoreError(problem, where=sample.sample_id, expected=sorted(parts), got=residual_id)
             part = parts[residual_id]
-            array = self._generation(manifest, part).states.get(residual_id)
             where = f"{sample.sample_id}, residual id {residual_id}, generation {part.generation}"
             into = None if out is None else out[residual_id]
-            states[residual_id] = _rows(array, part.offset + start, part.offset + stop, into, where)
+            with self._not_removed(manifest, sample):
+                array = self._generation(manifest, part).states.get(residual_id)
+                states[residual_id] = _rows(array, part.offset + start, part.offset + stop, into, where)
         return states
 
     def state_layout(self, manifest: Manifest, sample: StoredSample) -> tuple[int, np.dtype[Any]]:
         """Hidden size and dtype of a sample's states."""
         array = next(iter(self._generation(manifest, sample.parts[0]).states.values()))
         return array.row_shape[0], array.dtype
+
+    @contextmanager
+    def _not_removed(self, manifest: Manifest, sample: StoredSample) -> Iterator[None]:
+        """Where a sample cannot be read because it was removed on purpose meanwhile, raise the StoreError that says so."""
+        try:
+            yield
+        except StoreError as error:
+            if self.paths.manifest(manifest.layer_set, manifest.partition).exists():
+                raise
+            raise StoreError(
+                "the sample was removed since the store was opened",
+                where=f"{sample.sample_id} in layer set {manifest.layer_set}",
+                got=error.problem,
+                remedy="open the store again; gc --old-layer-sets removes replaced layer sets, hs-assets remove whole partitions",
+            ) from error
 
     def _generation(self, manifest: Manifest, part: Part) -> Generation:
         return open_generation(self.paths.generation(manifest.state_fingerprint, manifest.partition, part.generation))
@@ -231,44 +259,16 @@ def lineage(manifest: Manifest, sample: StoredSample) -> Lineage:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A generation's arrays: ``input_ids`` [S], and residual id → states [S, H]."""
-
-    input_ids: StoredArray
-    states: dict[int, StoredArray]
-
-
-@lru_cache(maxsize=64)
-def open_generation(path: Path) -> Generation:
-    """The generation in a folder; nothing but metadata is read.
-
-    Raises:
-        StoreError: it is gone or damaged.
-    """
-    try:
-        attributes = json.loads((path / "zarr.json").read_text())["attributes"]
-        final, ids = int(str(attributes["final"])), attributes["residual_ids"]
-        input_ids = open_array(path / "input_ids")
-        states = {int(i): open_array(path / array_name(i, final)) for i in ids}
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise StoreError("a generation cannot be opened", where=path, got=repr(error), remedy=_REMEDY) from error
-    shapes = {(array.rows, array.row_shape) for array in states.values()}
-    if len(shapes) != 1 or next(iter(shapes))[0] != input_ids.rows:
-        raise StoreError("the arrays of a generation differ in shape", where=path, got=sorted(shapes), remedy=_REMEDY)
-    return Generation(input_ids, states)
-
-
 def _rows(array: StoredArray | None, start: int, stop: int, out: np.ndarray | None, where: str) -> np.ndarray:
     """Rows of a state array; `where` is named in errors."""
     if array is None:
-        raise StoreError("the generation of a sample has no such residual id", where=where, remedy=_REMEDY)
+        raise StoreError("the generation of a sample has no such residual id", where=where, remedy=REMEDY)
     try:
         return array.read(start, stop, out)
     except MissingRowsError as error:
-        raise StoreError("states are missing: a shard is gone", where=where, got=error, remedy=_REMEDY) from error
+        raise StoreError("states are missing: a shard is gone", where=where, got=error, remedy=REMEDY) from error
     except (OSError, ValueError) as error:
-        raise StoreError("states cannot be read", where=where, got=error, remedy=_REMEDY) from error
+        raise StoreError("states cannot be read", where=where, got=error, remedy=REMEDY) from error
 
 
 def _residual_ids(sample: StoredSample) -> tuple[int, ...]:

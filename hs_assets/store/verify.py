@@ -18,10 +18,11 @@ import numpy as np
 
 from hs_assets.errors import HsAssetsError, StoreError
 from hs_assets.store.arrays import open_array
+from hs_assets.store.generation import open_generation
 from hs_assets.store.layout import StorePaths
 from hs_assets.store.manifest import Manifest, StoredSample, read_manifest
 from hs_assets.store.processes import end_with_parent
-from hs_assets.store.reader import Store, open_generation
+from hs_assets.store.reader import Store
 
 _SAMPLES_AT_ONCE = 16
 
