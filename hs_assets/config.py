@@ -7,6 +7,7 @@ value ``preset:NAME`` names a packaged preset. Relative paths in the file are re
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import tomllib
@@ -27,6 +28,8 @@ DEMO_MODEL = "demo"
 """Model path that stands for the tiny checkpoint that `hs-assets demo` makes under the home."""
 
 _DIGITS_OF_A_PARTITION = 12
+_CUTS_A_URL = re.compile(r"[#?\x00-\x1f\x7f]")
+"""SGLang's ranks meet at ``file://<spool>/…``, and torch reads that as a URL without any escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,9 @@ def read_preset(name: str) -> str:
 def parse_settings(text: str, where: str) -> Settings:
     """The settings in a TOML text; `where` is named in errors."""
     try:
-        return Settings.model_validate(tomllib.loads(text))
+        # As JSON, because only there pydantic is strict (true is no 1, "64" no 64) and takes texts for paths. A date is no text.
+        values = json.dumps(tomllib.loads(text), default=lambda date: {"": str(date)})
+        return Settings.model_validate_json(values, strict=True)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("the configuration is not TOML", where=where, got=error) from error
     except ValidationError as error:
@@ -161,6 +166,15 @@ def _absolute(settings: Settings, base: Path, home: Home) -> Settings:
         "spool_root": base / server.spool_root,
         "python": str(base / Path(server.python).expanduser()) if "/" in server.python else server.python,  # else by PATH
     }
+    for name in ("spool", "spool_root"):
+        if (place := places[name]) and (found := _CUTS_A_URL.search(str(place))):
+            raise ConfigError(
+                "a spool cannot lie in this folder: the ranks of the server would not find each other there",
+                where=f"server.{name}",
+                expected="a path without #, ?, line breaks and other control characters",
+                got=f"{str(place)!r}, with {found.group()!r}",
+                remedy="choose another folder, on a disk in memory",
+            )
     return settings.model_copy(
         update={
             "model": settings.model.model_copy(update={"path": model_path}),

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,12 +19,15 @@ from rich.text import Text
 from rich.tree import Tree
 
 from hs_assets.config import DEFAULT_HOME, Project
+from hs_assets.extraction.last_failure import LastFailure
 from hs_assets.extraction.status import COMPLETE, DAMAGED, NOT_CONFIGURED, PartitionStatus
 from hs_assets.samples.readable import runs, visible
 from hs_assets.samples.show import ShownRow
 from hs_assets.serving.state import UP, LeaseRecord, ServerState
 from hs_assets.store.reader import Lineage
 from hs_assets.wire.records import CountersRecord
+
+_NAMED = 5
 
 
 def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
@@ -62,6 +65,20 @@ def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
         f"{len(partitions)} partition{'s' * (len(partitions) != 1)}", said, *(f"{value:,}" for value in sums), "", style="bold"
     )
     return table
+
+
+def failure_lines(failures: Mapping[str, LastFailure]) -> list[str]:
+    """Why the last runs of partitions failed, a line for each reason, the one that most of them share first."""
+    by_error: dict[str, list[str]] = {}
+    for partition, failure in failures.items():
+        by_error.setdefault(failure.error, []).append(partition)
+    lines = []
+    for error, partitions in sorted(by_error.items(), key=lambda item: -len(item[1])):
+        last = max((failures[partition] for partition in partitions), key=lambda failure: failure.at)
+        more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+        lines.append(f"the last run of {', '.join(partitions[:_NAMED])}{more} failed, {when}, run {last.run_id}: {error}")
+    return lines
 
 
 def lineage_tree(record: Lineage) -> Tree:

@@ -16,12 +16,14 @@ import dagster as dg
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
 from dagster._core.test_utils import create_test_daemon_workspace_context
 from dagster._core.workspace.load_target import PythonFileTarget
 from dagster._daemon.backfill import execute_backfill_iteration
 
-from hs_assets.config import Project
+from hs_assets.cli import main
+from hs_assets.config import Project, load_project
 from hs_assets.defs import retry
 from hs_assets.defs.build import build_definitions
 from hs_assets.defs.project import ProjectResource
@@ -33,6 +35,7 @@ from hs_assets.serving.launch import resolve
 from hs_assets.serving.state import FAILED, ServerFolder
 from hs_assets.store import open_store
 from hs_assets.wire.rid import Rid
+from hs_assets_tests.broken_sglang import BrokenSglang
 from hs_assets_tests.conftest import say, write_project
 from hs_assets_tests.fake_server import fake_server
 from hs_assets_tests.test_extract import make_prompts, write_rows
@@ -165,6 +168,50 @@ def test_a_failed_partition_leaves_the_others_alone_and_is_redone_alone(
         KEYS[1]: {"in": 2, "stored": 1, "dropped": {"rejected(finite)": 1}, "failed": {}},
         KEYS[2]: whole,
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*AssetSelection.sources:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*shutdown_asyncgens:RuntimeWarning")
+def test_a_server_that_cannot_start_is_tried_once_and_is_the_reason_in_the_page_and_the_status(
+    project: Project, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    sglang = BrokenSglang.make(tmp_path)
+    config = project.home.config
+    config.write_text(config.read_text().replace("[server]", f'[server]\npython = "{sglang.python}"'))
+    project = load_project(project.home.root)
+
+    def shown() -> tuple[int, dict[str, str | None], str]:
+        words = ["status", "--home", str(project.home.root)]
+        as_json, table = CliRunner().invoke(main, [*words, "--json"]), CliRunner().invoke(main, words)
+        found = {one["partition"]: one["last_failure"] for one in json.loads(as_json.stdout)["partitions"]}
+        assert as_json.exit_code == table.exit_code
+        return table.exit_code, {key: failure and failure["error"] for key, failure in found.items()}, table.stdout
+
+    build_definitions(project).resolve_job_def("record_layer_set").execute_in_process(instance=instance)
+    runs = backfill(project, instance, "night", KEYS[:2], tmp_path)
+    assert [run.status for run in runs] == [dg.DagsterRunStatus.FAILURE] * 2
+    assert len(sglang.pids) == 1
+    by_key = {run.tags["dagster/partition"]: run for run in runs}
+    page = summary(project, instance, "night")
+    code, errors, printed = shown()
+    for key, run in by_key.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {key} | {run.run_id} | none | 20")]
+        error = errors[key]
+        assert error
+        assert line.endswith(f": {error} |"), "page and status say different things"
+        assert error.startswith("ServerStartError: the server did not come up")
+        assert "(got: SGLang ended while it started)" in error
+        assert f"the last run of {key} failed" in printed
+        assert f"run {run.run_id}: ServerStartError" in printed
+    assert (code, errors[KEYS[2]]) == (1, None)
+    assert sum("nothing was tried again" in str(error) for error in errors.values()) == 1
+
+    assert {path.stat().st_mode & 0o777 for path in project.home.locks.glob("*.failed.json")} == {0o600}
+    job = build_definitions(project).resolve_job_def("reextract")
+    with fake_server(project):
+        assert all(job.execute_in_process(instance=instance, partition_key=key).success for key in KEYS[:2])
+    code, errors, printed = shown()
+    assert (code, set(errors.values()), "the last run" in printed) == (0, {None}, False)
 
 
 @pytest.mark.filterwarnings("ignore:.*AssetSelection.sources:DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,14 @@ def test_two_homes_have_two_spools(tmp_path: Path) -> None:
         ("layers = [2.5]\n" + MINIMAL, r"where: c.toml: layers\n  expected: a list of residual ids, such as (.|\n)*\"eagle3\""),
         (MINIMAL + '[server]\nwriters = "four"\n', r"server\.writers\n  expected: a whole number\n  got: 'four'"),
         (MINIMAL + "[server]\nenv = { X = 1 }\n", r"server\.env\.X\n  expected: a text\n  got: 1"),
+        (MINIMAL + "[server]\nwriters = true\n", r"c.toml: server\.writers\n  expected: a whole number\n  got: True\n  remedy:"),
+        (MINIMAL + '[server]\nwriters = "4"\n', r"server\.writers\n  expected: a whole number\n  got: '4'"),
+        (MINIMAL + "[server]\nwriters = 4.0\n", r"server\.writers\n  expected: a whole number\n  got: 4.0"),
+        (MINIMAL + "[server]\nidle_stop_seconds = true\n", r"idle_stop_seconds\n  expected: a number\n  got: True"),
+        (MINIMAL + "[responses]\nenabled = 1\n", r"responses\.enabled\n  expected: true or false\n  got: 1"),
+        ("layers = [true, 3]\n" + MINIMAL, r"where: c.toml: layers\n  expected: a list of residual ids"),
+        (MINIMAL + "[store]\npath = 2026-01-01\n", r"store\.path\n  expected: a text\n  got: .*2026-01-01"),
+        (MINIMAL + "[server]\nenv = 2026-01-01\n", r"server\.env"),
         (MINIMAL + "[server]\nargs = 5\n", r"server\.args\n  expected: a list\n  got: 5"),
         (MINIMAL + '[server]\nurl = "host:3000"\n', r"server\.url\n  expected: http://HOST:PORT\n  got: 'host:3000'"),
         ("server = 3\n" + MINIMAL, r"c.toml: server\n  expected: a section\n  got: 3"),
@@ -163,3 +172,37 @@ def test_presets_are_valid_and_unknown_ones_are_named(tmp_path: Path) -> None:
         load_project(tmp_path, "preset:nope")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_project(tmp_path, tmp_path / "absent.toml")
+
+
+def test_whole_numbers_are_numbers_too() -> None:
+    assert parse_settings(MINIMAL + "[server]\nidle_stop_seconds = 5\n", "c.toml").server.idle_stop_seconds == 5.0
+
+
+@pytest.mark.parametrize("name", ["spool", "spool_root"])
+@pytest.mark.parametrize("folder", ["a#b", "what?", "two\\nlines"])
+def test_a_spool_where_ranks_would_not_meet_is_refused_by_name(tmp_path: Path, name: str, folder: str) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f'{MINIMAL}[server]\n{name} = "/dev/shm/{folder}/x"\n')
+    with pytest.raises(ConfigError, match=rf"where: server\.{name}\n  expected: a path without(.|\n)*got: (.|\n)*remedy: choose"):
+        load_project(tmp_path, config)
+
+
+def test_torch_finds_the_file_of_every_spool_that_is_allowed_and_not_of_one_that_is_refused(
+    tmp_path: Path, engine_python: Path
+) -> None:
+    code = (
+        "import sys, pathlib, torch.distributed as d\n"
+        "for text in sys.argv[1:]:\n"
+        "    path = pathlib.Path(text) / 'rendezvous'\n"
+        "    path.parent.mkdir()\n"
+        "    try: store, *_ = next(d.rendezvous(f'file://{path}', 0, 1)); store.set('k', 'v'); print(path.exists())\n"
+        "    except Exception: print(False)\n"
+    )
+    allowed, refused = ["100%", "a b", "größe", "%23", "semi;colon", "[x]", "a&b=c"], ["a#b"]
+    for name in allowed:
+        config = tmp_path / "c.toml"
+        config.write_text(f'{MINIMAL}[server]\nspool = "{tmp_path}/{name}"\n')
+        assert load_project(tmp_path, config).spool_path == tmp_path / name
+    command = [engine_python, "-c", code, *(tmp_path / name for name in [*allowed, *refused])]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert printed == ["True"] * len(allowed) + ["False"] * len(refused)

@@ -198,7 +198,17 @@ def test_nothing_is_extracted_that_layer_set_did_not_record(make: Callable[..., 
         assert "remedy: materialise layer_set" in failure_of(runs.extract("rows-00000"))
         runs.record()
         make("[2, 5]")  # the file is edited under the loaded definitions
-        assert "remedy: materialise layer_set" in failure_of(runs.extract("rows-00000"))
+        failure = failure_of(runs.extract("rows-00000"))
+        assert "remedy: materialise layer_set" in failure
+        assert "where: layer set\n  expected: layer set: r2-4-8\n  got: layer set: r2-5-8\n" in failure
+        flag = "--enable-flashinfer-allreduce-fusion"
+        config = project.home.config
+        config.write_text(config.read_text().replace("[server]", f'[server]\ndtype = "float32"\nargs = ["{flag}"]'))
+        assert (
+            "where: layer set, dtype, flags\n"
+            f"  expected: layer set: r2-4-8; dtype: bfloat16; flags: --dtype bfloat16\n"
+            f"  got: layer set: r2-5-8; dtype: float32; flags: --dtype float32, {flag}\n"
+        ) in failure_of(runs.extract("rows-00000"))
         assert server.rows == []
     changed = make("[2, 5]")
     with fake_server(changed):

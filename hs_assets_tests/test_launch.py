@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hs_assets.errors import ConfigError, SpoolError
+from hs_assets.errors import ConfigError, ServerError, SpoolError
 from hs_assets.serving.by_hand import hand_start
 from hs_assets.serving.launch import expose_plugin, make_launch_plan, resolve, spool_budget
+from hs_assets.serving.watchdog import free_port
 from hs_assets.wire.records import CaptureConfig
 from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import DEMO_TEXTS, write_project
+from hs_assets_tests.fake_server import fake_server
 
 TOP = "layers = [2]"
 
@@ -75,9 +79,55 @@ def test_how_to_start_it_by_hand_stays_the_same_until_the_configuration_changes(
     assert script(top="layers = [3]")[1].residual_ids == (3, 8)
     assert script(server="writers = 1")[1].server != first[1].server
     words = shlex.split(first[0], comments=True)
-    assert words[:3] == ["rm", "-f", f"{first[1].spool}/ready/*"]
+    assert words[words.index("rm") :][:3] == ["rm", "-f", f"{first[1].spool}/ready/*"]
     assert words[-2:] == ["--port", "31000"]
     assert f"HS_ASSETS_CAPTURE={first[1].spool}/capture.json" in words
+
+
+def test_its_script_clears_nothing_while_a_server_answers_or_captures(home: Path, checkpoint: Callable[[str], Path]) -> None:
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP)
+    spool, made = Spool(project.spool_path), hand_start(project, free_port())
+    script = made.as_shell()
+    before_sglang = script[: script.index("env ")]
+    ready = spool.ready / "rank-0.json"
+
+    def again() -> subprocess.CompletedProcess[str]:
+        ready.touch()
+        words = ["sh", "-c", f"{before_sglang}echo SGLang is started"]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    def refused(why: str) -> bool:
+        result = again()
+        return (result.returncode, result.stdout, why in result.stderr, ready.exists()) == (1, "", True, True)
+
+    assert (again().stdout, ready.exists()) == ("SGLang is started\n", False)
+    with subprocess.Popen(["sh", "-c", f"{before_sglang}echo up; exec sleep 60"], stdout=subprocess.PIPE) as first:
+        assert first.stdout
+        assert first.stdout.readline() == b"up\n"
+        assert refused("is starting or running")
+        first.kill()
+    assert (again().stdout, ready.exists()) == ("SGLang is started\n", False)
+    with socket.create_server(("127.0.0.1", int(made.url.rpartition(":")[2]))):
+        assert refused(f"somebody answers at {made.url}; end it first")
+    counters = spool.counters(0)
+    counters.touch()
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(refused, "another server captures into")
+        while not told.done():
+            counters.touch()
+            time.sleep(0.5)
+    assert told.result()
+    assert again().stdout == "SGLang is started\n", "what a server left that is gone stands in the way"
+
+
+def test_while_the_homes_own_server_runs_the_remedy_is_to_stop_it(home: Path, checkpoint: Callable[[str], Path]) -> None:
+    project = write_project(home, checkpoint("llama"), DEMO_TEXTS, top=TOP, server="spool_bytes = 200_000_000")
+    with (
+        fake_server(project),
+        pytest.raises(ServerError, match=r"this home's own server(.|\n)*remedy: hs-assets server stop, then"),
+    ):
+        hand_start(project, 31000)
+    hand_start(project, 31000)
 
 
 @pytest.mark.parametrize("size", [1000, 10**15], ids=["too small for anything", "more than there is"])

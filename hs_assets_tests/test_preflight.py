@@ -164,3 +164,23 @@ def test_dumps_that_stay_must_fit_beside_those_of_others(make: Callable[..., Pro
     assert need.spool_left_bytes == (64 << 20) + 1 - lying
     assert [problem.partition(":")[0] for problem in need.problems] == ["the dumps cannot lie in the spool together"]
     assert f"{need.dump_bytes:,} bytes" in need.problems[0]
+
+
+def test_what_differs_from_the_state_spec_that_is_stored_is_named(make: Callable[..., Project]) -> None:
+    project = make(4)
+    with fake_server(project):
+        run(project)
+    words = ["plan", "--home", str(project.home.root)]
+    assert json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["warnings"] == []
+    config = project.home.config
+    as_made = config.read_text()
+    config.write_text(as_made.replace("layers = [2, 4]", "layers = [2, 5]"))
+    assert json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["warnings"] == []  # another layer set is none
+    config.write_text(as_made.replace("[server]", '[server]\ndtype = "float32"\ntensor_parallel = 2'))
+    result = CliRunner().invoke(main, words)
+    assert (result.exit_code, "to capture   4 samples" in result.output) == (0, True)
+    assert "WARNING      1 partitions are stored under another state spec" in result.output
+    assert (
+        "dtype: bfloat16 there, float32 now; flags: --dtype bfloat16, --tp-size 1 there, --dtype float32, --tp-size 2 now"
+        in result.output
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ from hs_assets.defs.build import build_definitions
 from hs_assets.defs.layer_set import LAYER_SET
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import RAW_DUMPS, SAMPLES, SPEC_CURRENT, stored_versions
-from hs_assets.defs.reextract import REEXTRACT_JOB, REEXTRACT_STALE, TARGET_TAG
+from hs_assets.defs.reextract import REEXTRACT_JOB, REEXTRACT_STALE, TARGET_TAG, build_reextract
+from hs_assets.errors import ConfigError
+from hs_assets.settings import AutomationSettings
 from hs_assets.store import open_store
 from hs_assets.wire.rid import Rid
 from hs_assets_tests.conftest import write_project
@@ -323,3 +326,12 @@ def test_a_version_that_somebody_reported_is_none_of_ours(make: Callable[..., Pr
     for key, tags in zip(KEYS, ({}, {"dagster/data_version": "by hand"}), strict=False):
         instance.report_runless_asset_event(dg.AssetMaterialization(SAMPLES, partition=key, tags=tags))
     assert deployment.asked() == []
+
+
+@pytest.mark.parametrize("cron", ["* * * *", "61 * * * *", "nonsense", "", "0 0 31 2 *"])
+def test_a_schedule_without_a_time_is_an_error_of_the_configuration(tmp_path: Path, cron: str) -> None:
+    automation = AutomationSettings(cron=cron)
+    project = load_project(tmp_path, "preset:demo")
+    project = dataclasses.replace(project, settings=project.settings.model_copy(update={"automation": automation}))
+    with pytest.raises(ConfigError, match=r"where: preset:demo: automation\.cron\n  expected: a cron(.|\n)*got: (.|\n)*remedy:"):
+        build_reextract(dg.StaticPartitionsDefinition(["a"]), project)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from hs_assets.errors import ConfigError, ServerStartError
 from hs_assets.serving.launch import resolve
-from hs_assets.serving.spec import StateSpec, numeric_flags, sglang_version, weight_fingerprint
+from hs_assets.serving.spec import Difference, StateSpec, numeric_flags, sglang_version, spec_differences, weight_fingerprint
 from hs_assets_tests.conftest import DEMO_TEXTS, write_project
 
 
@@ -93,3 +94,34 @@ def test_an_interpreter_without_sglang_is_named(tmp_path: Path) -> None:
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no safetensors files(.|\n)*check model.path"):
         weight_fingerprint(tmp_path)
+
+
+def test_what_differs_from_a_spec_that_was_kept_is_named(
+    spec: Callable[..., StateSpec], checkpoint: Callable[[str], Path]
+) -> None:
+    now = spec(server='tensor_parallel = 2\nargs = ["--moe-a2a-backend", "deepep"]')
+    kept = json.loads(json.dumps(dataclasses.asdict(spec())))
+    assert spec_differences(kept, spec()) == []
+    assert spec_differences(kept, dataclasses.replace(spec(), model_path="/moved")) == []
+    assert spec_differences(kept, now) == [
+        Difference("flags", "--tp-size 1", "--moe-a2a-backend deepep, --tp-size 2"),
+    ]
+    (fewer,) = spec_differences(json.loads(json.dumps(dataclasses.asdict(now))), spec(server="tensor_parallel = 2"))
+    assert (fewer.expected, fewer.got) == ("--moe-a2a-backend deepep", "none of --moe-a2a-backend deepep")
+    other = dataclasses.replace(spec(checkpoint("qwen3")), sglang_version="0.5.24")
+    found = {one.name: (one.expected, one.got) for one in spec_differences(kept, other)}
+    assert found.keys() == {"weight fingerprint", "model class", "sglang version"}
+    assert found["model class"] == ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    assert found["sglang version"] == (kept["sglang_version"], "0.5.24")
+    for name in kept:  # whatever makes another fingerprint is named
+        changed = dataclasses.replace(spec(), **{name: ("--x",) if name == "flags" else "changed"})
+        assert bool(spec_differences(kept, changed)) == (changed.fingerprint != spec().fingerprint), name
+
+
+def test_a_spec_of_another_version_is_compared_as_far_as_it_goes(spec: Callable[..., StateSpec]) -> None:
+    kept = dataclasses.asdict(spec()) | {"rope": "yarn"}
+    del kept["device"]
+    assert spec_differences(kept, spec()) == [
+        Difference("device", "not recorded", "cpu"),
+        Difference("rope", "yarn", "unknown to this version"),
+    ]

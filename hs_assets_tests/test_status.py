@@ -160,7 +160,7 @@ def test_a_damaged_partition_is_named_and_all_others_are_shown(two: Project) -> 
     need = json.loads(plan.stdout)
     assert (plan.exit_code, need["partitions"], need["samples"], list(need["damaged"])) == (1, 2, 0, ["rows-00000"])
     assert "DAMAGED rows-00000" in CliRunner().invoke(main, ["plan", "--home", str(two.home.root)]).stdout
-    backfill = FinishedBackfill("b", "failed", "then", 1.0, ["rows-00000", "rows-00001"], frozenset({"rows-00001"}), {})
+    backfill = FinishedBackfill("b", "failed", "then", 1.0, ["rows-00000", "rows-00001"], frozenset({"rows-00001"}), {}, {})
     page = summarize(backfill, status(two))
     assert "rows: 8 = 4 stored + 0 dropped + 0 failed + 4 pending" in page
     assert "| rows-00000 | a manifest cannot be read" in page

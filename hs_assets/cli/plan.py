@@ -50,6 +50,8 @@ def plan(home: Path | None, config: str | None, as_json: bool, partitions: tuple
             f"store        {need.store_bytes:,} bytes; {need.store_free_bytes:,} are free in {project.store_path}\n"
             f"spool        {spool}; the largest dump has {need.largest_dump_bytes:,} bytes"
         )
+        for warning in need.warnings:
+            click.echo(f"WARNING      {warning}")
         for problem in need.problems:
             click.echo(f"DOES NOT FIT {problem}")
         for key, problem in need.damaged.items():

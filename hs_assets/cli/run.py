@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -70,20 +71,31 @@ def demo(home: Path | None, config: str | None, model: Path | None, prompts: Pat
 @json_option
 @click.option("--layer-set", help="Such as r3-31-59-61 [the configured one].")
 def status(home: Path | None, config: str | None, as_json: bool, layer_set: str | None) -> None:
-    """The ledger of every partition, also of sources that are not configured. Exit status 1 where rows failed, or one is damaged.
+    """The ledger of every partition, also of sources that are not configured, and why its last run failed. Exit status 1 where
+    rows failed, a partition is damaged, or the last run of one that is not complete failed.
 
     \b
     hs-assets status
     hs-assets status --json | jq '.partitions[] | select(.failed != {})'
     """
-    from hs_assets.console import ledger_table, make_console
-    from hs_assets.extraction.status import DAMAGED, INCOMPLETE
+    from hs_assets.console import failure_lines, ledger_table, make_console
+    from hs_assets.extraction.last_failure import last_failures
+    from hs_assets.extraction.status import COMPLETE, DAMAGED, INCOMPLETE
     from hs_assets.extraction.status import status as read_status
 
-    partitions = read_status(load_project(home, config), layer_set)
+    project = load_project(home, config)
+    partitions = read_status(project, layer_set)
+    known = last_failures(project.home)
+    failures = {one.partition: known[one.partition] for one in partitions if one.partition in known}
     if as_json:
-        states = Counter(one.state for one in partitions)
-        click.echo(json.dumps({"partitions": [one.as_json() for one in partitions], "states": states}))
+        lines = []
+        for one in partitions:
+            failure = failures.get(one.partition)
+            lines.append({**one.as_json(), "last_failure": dataclasses.asdict(failure) if failure else None})
+        click.echo(json.dumps({"partitions": lines, "states": Counter(one.state for one in partitions)}))
     else:
         make_console().print(ledger_table(partitions))
-    sys.exit(1 if any(one.state in (INCOMPLETE, DAMAGED) for one in partitions) else 0)
+        click.echo("".join(f"{line}\n" for line in failure_lines(failures)), nl=False)
+    rows_failed = any(one.state in (INCOMPLETE, DAMAGED) for one in partitions)
+    run_failed = any(one.partition in failures and one.state != COMPLETE for one in partitions)
+    sys.exit(1 if rows_failed or run_failed else 0)

@@ -37,6 +37,7 @@ def server() -> None:
 def server_start(home: Path | None, config: str | None) -> None:
     """Start the server, unless it runs; it stops by itself when nobody has used it for a while.
 
+    It always tries, while runs do not try again for some minutes what just failed.
     Where server.url names one that somebody else started, that is proven instead.
     """
     from hs_assets.serving.launch import make_launch_plan, resolve
@@ -44,9 +45,8 @@ def server_start(home: Path | None, config: str | None) -> None:
     from hs_assets.serving.state import ServerFolder
 
     project = load_project(home, config)
-    with lease_server(
-        ServerFolder(project.home.server), make_launch_plan(project, resolve(project)), "hs-assets server start", say
-    ) as state:
+    folder, plan = ServerFolder(project.home.server), make_launch_plan(project, resolve(project))
+    with lease_server(folder, plan, "hs-assets server start", say, again=True) as state:
         click.echo(state.url)
 
 

@@ -8,6 +8,7 @@ prompts.py     rows → token ids and masks: asset `prompts`
 extraction.py  one step, two assets: `raw_dumps` and `eagle3_samples`, with their checks
 exports.py     files for trainers, and the draft vocabulary
 checks.py      the checks of a partition
+failures.py    why a run failed, in one line
 retry.py       which failures are worth another try
 report_metadata.py  what the UI shows of an extraction
 plots.py       plots in plain text

@@ -87,7 +87,8 @@ def materialize(project: Project, defs: dg.Definitions, say: Say) -> Iterator[Ou
         target = resolve(project)
         needed = any(_needs_server(project, target, key) for key in keys)
         # The runs would start the server themselves; started here, its start is seen.
-        with lease_server(folder, make_launch_plan(project, target), "demo", say) if needed else nullcontext():
+        plan = make_launch_plan(project, target)
+        with lease_server(folder, plan, "demo", say, again=True) if needed else nullcontext():
             for key in keys:
                 result = extract.execute_in_process(instance=instance, partition_key=key, run_config=_QUIET, raise_on_error=False)
                 yield _outcome(key, result)

@@ -11,6 +11,7 @@ import dagster as dg
 
 from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.checks import check_results, check_specs, failed_checks
+from hs_assets.defs.failures import keeping_failure
 from hs_assets.defs.layer_set import LAYER_SET, data_version, require_recorded
 from hs_assets.defs.lineage_metadata import lineage_metadata
 from hs_assets.defs.processes import note_process
@@ -73,32 +74,33 @@ def build_extraction(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefin
             context.log.warning("nothing was checked: the checks of a partition are evaluated as it is materialised")
             return
         note_process(context)
-        loaded, key = project.load(), context.partition_key
-        target = resolve(loaded)
-        _require_unchanged(context, project, target)
-        require_room_for_backfill(context, loaded, target)
-        selected = context.selected_asset_keys
-        if SAMPLES not in selected:
-            report = capture_only(loaded, target, key, context.log.info)
-            retry_if_died(context, report.died)
-            _fail_if_incomplete(context, report, report.problems)
+        with keeping_failure(context, project, "extraction"):
+            loaded, key = project.load(), context.partition_key
+            target = resolve(loaded)
             _require_unchanged(context, project, target)
-            yield dg.MaterializeResult(RAW_DUMPS, metadata=raw_metadata(report), data_version=_version(report, target))
-            return
-        report = extract(loaded, target, key, context.run.run_id, context.log.info)
-        retry_if_died(context, report.died)
-        results = check_results(loaded, report)
-        for result in results:
-            if dg.AssetCheckKey(SAMPLES, str(result.check_name)) in context.selected_asset_check_keys:
-                yield result
-        _fail_if_incomplete(context, report, [*report.problems, *failed_checks(results)])
-        _require_unchanged(context, project, target)
-        version = _version(report, target)
-        if RAW_DUMPS in selected:
-            yield dg.MaterializeResult(RAW_DUMPS, metadata=raw_metadata(report), data_version=version)
-        metadata = sample_metadata(report, str(loaded.store_path))
-        metadata |= lineage_metadata(manifest_of(report), loaded)
-        yield dg.MaterializeResult(SAMPLES, metadata=metadata, data_version=version)
+            require_room_for_backfill(context, loaded, target)
+            selected = context.selected_asset_keys
+            if SAMPLES not in selected:
+                report = capture_only(loaded, target, key, context.log.info)
+                retry_if_died(context, report.died)
+                _fail_if_incomplete(context, report, report.problems)
+                _require_unchanged(context, project, target)
+                yield dg.MaterializeResult(RAW_DUMPS, metadata=raw_metadata(report), data_version=_version(report, target))
+                return
+            report = extract(loaded, target, key, context.run.run_id, context.log.info)
+            retry_if_died(context, report.died)
+            results = check_results(loaded, report)
+            for result in results:
+                if dg.AssetCheckKey(SAMPLES, str(result.check_name)) in context.selected_asset_check_keys:
+                    yield result
+            _fail_if_incomplete(context, report, [*report.problems, *failed_checks(results)])
+            _require_unchanged(context, project, target)
+            version = _version(report, target)
+            if RAW_DUMPS in selected:
+                yield dg.MaterializeResult(RAW_DUMPS, metadata=raw_metadata(report), data_version=version)
+            metadata = sample_metadata(report, str(loaded.store_path))
+            metadata |= lineage_metadata(manifest_of(report), loaded)
+            yield dg.MaterializeResult(SAMPLES, metadata=metadata, data_version=version)
 
     return extraction
 

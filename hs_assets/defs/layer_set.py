@@ -8,10 +8,12 @@ from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import mark_spec_current, spec_marks, stored_versions
 from hs_assets.errors import SpecChangedError
 from hs_assets.serving.launch import Target, resolve
+from hs_assets.serving.spec import Difference, spec_differences
 from hs_assets.wire.layers import to_hf_index, to_layer_output, to_speculators_id
 
 LAYER_SET, RECORD_JOB = dg.AssetKey("layer_set"), "record_layer_set"
 _DATA_VERSION = "dagster/data_version"
+_LAYERS, _SPEC = "layer_set", "state_spec"
 
 STALE = "stale partitions"
 """Metadata: how many partitions are stored as something else than is recorded now; an asset's page tells of one at a time."""
@@ -56,15 +58,34 @@ def data_version(target: Target) -> str:
 
 
 def require_recorded(instance: dg.DagsterInstance, target: Target) -> None:
-    """Raise SpecChangedError unless the latest `layer_set` recorded just this target."""
+    """Raise SpecChangedError, with what differs, unless the latest `layer_set` recorded just this target."""
     version = recorded(instance)
-    if version != data_version(target):
-        raise SpecChangedError(
-            "the configuration is not what layer_set recorded",
-            expected=version or "a materialisation of layer_set",
-            got=data_version(target),
-            remedy="materialise layer_set",
-        )
+    if version == data_version(target):
+        return
+    expected, got = version or "a materialisation of layer_set", data_version(target)
+    if differences := _differences(instance, target):
+        expected = "; ".join(f"{one.name}: {one.expected}" for one in differences)
+        got = "; ".join(f"{one.name}: {one.got}" for one in differences)
+    raise SpecChangedError(
+        "the configuration is not what layer_set recorded",
+        where=", ".join(one.name for one in differences) or None,
+        expected=expected,
+        got=got,
+        remedy="materialise layer_set, or set the configuration back",
+    )
+
+
+def _differences(instance: dg.DagsterInstance, target: Target) -> list[Difference]:
+    """In what a target differs from the one that was recorded, as far as its materialisation says what that was."""
+    event = instance.get_latest_materialization_event(LAYER_SET)
+    metadata = event.asset_materialization.metadata if event and event.asset_materialization else {}
+    spec, layers = metadata.get(_SPEC), metadata.get(_LAYERS)
+    found = []
+    if isinstance(layers, dg.TextMetadataValue) and layers.text != target.layer_set.id:
+        found.append(Difference("layer set", str(layers.text), target.layer_set.id))
+    if isinstance(spec, dg.JsonMetadataValue) and isinstance(spec.data, dict):
+        found += spec_differences(spec.data, target.spec)
+    return found
 
 
 def _metadata(instance: dg.DagsterInstance, target: Target) -> dict[str, dg.MetadataValue]:
@@ -82,10 +103,10 @@ def _metadata(instance: dg.DagsterInstance, target: Target) -> dict[str, dg.Meta
         for i in target.layer_set.residual_ids
     ]
     return {
-        "layer_set": dg.TextMetadataValue(target.layer_set.id),
+        _LAYERS: dg.TextMetadataValue(target.layer_set.id),
         "layers": dg.TableMetadataValue(rows, schema=dg.TableSchema([dg.TableColumn(name) for name in rows[0].data])),
         "stored partitions": dg.IntMetadataValue(len(versions)),
         STALE: dg.IntMetadataValue(sum(version.target != data_version(target) for version in versions)),
         "state_fingerprint": dg.TextMetadataValue(target.spec.fingerprint),
-        "state_spec": dg.JsonMetadataValue(dataclasses.asdict(target.spec)),
+        _SPEC: dg.JsonMetadataValue(dataclasses.asdict(target.spec)),
     }

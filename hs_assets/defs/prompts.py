@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
+from hs_assets.defs.failures import keeping_failure
 from hs_assets.defs.plots import histogram
 from hs_assets.defs.project import ProjectResource
 from hs_assets.extraction.respond import choice, generation_spec
@@ -43,35 +44,36 @@ def build_prompts(partitions: dg.PartitionsDefinition[str], deps: Sequence[dg.As
         materialised again. A partition that fails names the reasons in its metadata: mend the rows, or raise
         `prompts.max_dropped_share`, and materialise it again.
         """
-        loaded = project.load()
-        settings, key = loaded.settings, context.partition_key
-        facts = read_model_facts(settings.model.path)
-        tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
-        source = source_of(loaded, key)
-        rows = read_partition(loaded.home.prompts / "index", source, key, settings.prompts.max_row_bytes)
-        responses = read_responses(loaded.home.responses, key) if settings.responses.enabled else None
-        if responses is not None:
-            responses.require(generation_spec(loaded, tokenizer), choice(loaded), rows)
-        made = make_partition(key, source, rows, tokenizer, limits_of(settings.prompts, facts), responses)
-        path, page = write_partition(made, loaded.home.prompts), page_path(loaded.home.prompts, key)
-        write_atomic(page, render_page(made, tokenizer))
-        dropped = sum(made.dropped.values())
-        context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(made.rows), made.dropped)
-        limit = settings.prompts.max_dropped_share
-        if dropped > limit * len(made.rows):
-            raise dg.Failure(
-                f"{dropped} of {len(made.rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
-                metadata={
-                    "dropped": dg.JsonMetadataValue(made.dropped),
-                    "dropped rows": _dropped_table(made),
-                    "page": dg.MetadataValue.path(page),
-                },
-                allow_retries=False,
+        with keeping_failure(context, project, "prompts"):
+            loaded = project.load()
+            settings, key = loaded.settings, context.partition_key
+            facts = read_model_facts(settings.model.path)
+            tokenizer = load_tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
+            source = source_of(loaded, key)
+            rows = read_partition(loaded.home.prompts / "index", source, key, settings.prompts.max_row_bytes)
+            responses = read_responses(loaded.home.responses, key) if settings.responses.enabled else None
+            if responses is not None:
+                responses.require(generation_spec(loaded, tokenizer), choice(loaded), rows)
+            made = make_partition(key, source, rows, tokenizer, limits_of(settings.prompts, facts), responses)
+            path, page = write_partition(made, loaded.home.prompts), page_path(loaded.home.prompts, key)
+            write_atomic(page, render_page(made, tokenizer))
+            dropped = sum(made.dropped.values())
+            context.log.info("%d of %d rows are prompts; dropped: %s", len(made.prompts), len(made.rows), made.dropped)
+            limit = settings.prompts.max_dropped_share
+            if dropped > limit * len(made.rows):
+                raise dg.Failure(
+                    f"{dropped} of {len(made.rows)} rows are dropped, more than the share of {limit} (prompts.max_dropped_share)",
+                    metadata={
+                        "dropped": dg.JsonMetadataValue(made.dropped),
+                        "dropped rows": _dropped_table(made),
+                        "page": dg.MetadataValue.path(page),
+                    },
+                    allow_retries=False,
+                )
+            yield dg.MaterializeResult(
+                data_version=dg.DataVersion(made.version),
+                metadata={**_metadata(made), "path": dg.MetadataValue.path(path), "page": dg.MetadataValue.path(page)},
             )
-        yield dg.MaterializeResult(
-            data_version=dg.DataVersion(made.version),
-            metadata={**_metadata(made), "path": dg.MetadataValue.path(path), "page": dg.MetadataValue.path(page)},
-        )
 
     return prompts
 

@@ -14,11 +14,13 @@ from dagster._core.errors import DagsterDefinitionChangedDeserializationError
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from dagster._core.utils import make_new_run_id
+from dagster._utils.schedules import is_valid_cron_schedule
 
 from hs_assets.config import Project
 from hs_assets.defs.layer_set import RECORD_JOB, data_version, record
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import SamplesVersion, mark_spec_current, spec_marks, stored_versions
+from hs_assets.errors import ConfigError
 from hs_assets.serving.launch import Target, resolve
 from hs_assets.settings import AutomationSettings
 
@@ -49,8 +51,20 @@ class Stale:
 
 
 def build_reextract(partitions: dg.PartitionsDefinition[str], project: Project) -> dg.ScheduleDefinition:
-    """The schedule, over the partitions of all sources; it asks for runs of the job `REEXTRACT_JOB`."""
+    """The schedule, over the partitions of all sources; it asks for runs of the job `REEXTRACT_JOB`.
+
+    Raises:
+        ConfigError: `automation.cron` is no cron expression.
+    """
     automation = project.settings.automation
+    if not is_valid_cron_schedule(automation.cron):
+        raise ConfigError(
+            "a value in the configuration cannot be used",
+            where=f"{project.origin}: automation.cron",
+            expected='a cron expression: minute, hour, day, month, weekday, such as "*/5 * * * *"; or @hourly, @daily',
+            got=repr(automation.cron),
+            remedy="crontab(5) has the form; the day must be one that there is",
+        )
     status = dg.DefaultScheduleStatus.RUNNING if automation.reextract_stale else dg.DefaultScheduleStatus.STOPPED
 
     @dg.schedule(

@@ -7,6 +7,7 @@ import dagster as dg
 
 from hs_assets.defs.backfills import require_room_for_backfill
 from hs_assets.defs.extraction import POOL
+from hs_assets.defs.failures import keeping_failure
 from hs_assets.defs.processes import note_process
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.retry import retry_if_died
@@ -35,24 +36,25 @@ def build_responses(partitions: dg.PartitionsDefinition[str]) -> dg.AssetsDefini
         What was generated is kept turn by turn: materialise it again after a failure, and only what is missing is asked for.
         """
         note_process(context)
-        loaded, key = project.load(), context.partition_key
-        target = resolve(loaded)
-        require_room_for_backfill(context, loaded, target)
-        report = respond(loaded, target, key, context.log.info)
-        if report.responses is None:
-            retry_if_died(context, report.died)
-            raise dg.Failure(
-                f"{key} is not complete:\n" + "\n".join(report.problems),
-                metadata={
-                    "failed rows": _failed_table(report),
-                    **({"server log": dg.MetadataValue.path(report.server.log)} if report.server else {}),
-                },
-                allow_retries=False,
-            )
-        path = write_responses(report.responses, loaded.home.responses)
-        context.log.info("%d requests, %d tokens generated", report.requests, report.output_tokens)
-        metadata = {**_metadata(report, report.responses), "path": dg.MetadataValue.path(path)}
-        yield dg.MaterializeResult(data_version=dg.DataVersion(report.responses.version), metadata=metadata)
+        with keeping_failure(context, project, "responses"):
+            loaded, key = project.load(), context.partition_key
+            target = resolve(loaded)
+            require_room_for_backfill(context, loaded, target)
+            report = respond(loaded, target, key, context.log.info)
+            if report.responses is None:
+                retry_if_died(context, report.died)
+                raise dg.Failure(
+                    f"{key} is not complete:\n" + "\n".join(report.problems),
+                    metadata={
+                        "failed rows": _failed_table(report),
+                        **({"server log": dg.MetadataValue.path(report.server.log)} if report.server else {}),
+                    },
+                    allow_retries=False,
+                )
+            path = write_responses(report.responses, loaded.home.responses)
+            context.log.info("%d requests, %d tokens generated", report.requests, report.output_tokens)
+            metadata = {**_metadata(report, report.responses), "path": dg.MetadataValue.path(path)}
+            yield dg.MaterializeResult(data_version=dg.DataVersion(report.responses.version), metadata=metadata)
 
     return responses
 

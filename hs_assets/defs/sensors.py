@@ -9,10 +9,11 @@ from dagster._core.errors import DagsterDefinitionChangedDeserializationError
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 
 from hs_assets.config import Project
+from hs_assets.defs.failures import why_failed
 from hs_assets.defs.processes import fail_dead_runs
 from hs_assets.defs.project import ProjectResource
 from hs_assets.defs.recorded import SAMPLES, stored_versions
-from hs_assets.extraction.backfill_summary import FinishedBackfill, summarize
+from hs_assets.extraction.backfill_summary import SHOWN, FinishedBackfill, summarize
 from hs_assets.extraction.status import status
 from hs_assets.extraction.tidy import tidy
 from hs_assets.wire.records import write_atomic
@@ -79,6 +80,9 @@ def _page(project: Project, instance: dg.DagsterInstance, graph: AssetGraph, bac
     runs = instance.get_runs(dg.RunsFilter(tags={"dagster/backfill": backfill.backfill_id}))
     made, versions = frozenset(_samples(data.materialized_subset)), stored_versions(instance)
     layer_sets = {versions[key].layer_set for key in made if key in versions}
+    last_runs = {run.tags["dagster/partition"]: run.run_id for run in reversed(runs) if "dagster/partition" in run.tags}
+    not_made = [key for key in partitions if key not in made and key in last_runs]
+    failures = {key: why_failed(instance, last_runs[key]) for key in not_made[:SHOWN]}
     finished = FinishedBackfill(
         backfill_id=backfill.backfill_id,
         outcome=backfill.status.value.lower().replace("_", ", "),
@@ -86,7 +90,8 @@ def _page(project: Project, instance: dg.DagsterInstance, graph: AssetGraph, bac
         seconds=max(0.0, ended - backfill.backfill_timestamp),
         partitions=partitions,
         made=made,
-        runs={run.tags["dagster/partition"]: run.run_id for run in reversed(runs) if "dagster/partition" in run.tags},
+        runs=last_runs,
+        failures={key: failure for key, failure in failures.items() if failure is not None},
     )
     # The configuration may have another layer set by now.
     return summarize(finished, status(project, layer_sets.pop() if len(layer_sets) == 1 else None, set(partitions)))

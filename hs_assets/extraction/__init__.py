@@ -8,6 +8,7 @@ backfill_room.py  the same for a whole backfill, once
 intake.py         dumps in: validated, appended, published, freed
 extract.py        the whole of it, and the report
 status.py         the ledger of every partition
+last_failure.py   why the last run of a partition failed
 lineage_table.py  the lineage of all rows as a Parquet table
 remove.py         partitions that are not wanted any more
 tidy.py           what crashes left, removed

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hs_assets.extraction.last_failure import LastFailure
 from hs_assets.extraction.status import PartitionStatus
 
-_SHOWN = 200
+SHOWN = 200
+"""Partitions that are not made and are listed, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedBackfill:
-    """A backfill as its instance knows it; times in seconds since the epoch, ``runs``: partition → the id of its last run."""
+    """A backfill as its instance knows it; times in seconds since the epoch, ``runs``: partition → the id of its last run;
+    ``failures``: partition → why that run failed, of those that are not made."""
 
     backfill_id: str
     outcome: str
@@ -22,6 +26,7 @@ class FinishedBackfill:
     partitions: Sequence[str]
     made: frozenset[str]
     runs: dict[str, str]
+    failures: dict[str, LastFailure]
 
 
 def summarize(backfill: FinishedBackfill, statuses: Sequence[PartitionStatus]) -> str:
@@ -49,16 +54,23 @@ def summarize(backfill: FinishedBackfill, statuses: Sequence[PartitionStatus]) -
     if damaged := [one for one in statuses if one.problem is not None]:
         lines += ["", "## Partitions that cannot be read", "", "Their rows count as pending.", ""]
         lines += ["| partition | why |", "|---|---|"]
-        lines += [f"| {one.partition} | {' '.join((one.problem or '').split())} |" for one in damaged[:_SHOWN]]
-        if len(damaged) > _SHOWN:
-            lines.append(f"| and {len(damaged) - _SHOWN} more | |")
+        lines += [f"| {one.partition} | {' '.join((one.problem or '').split())} |" for one in damaged[:SHOWN]]
+        if len(damaged) > SHOWN:
+            lines.append(f"| and {len(damaged) - SHOWN} more | |")
     if not_made:
         by_key = {one.partition: one for one in statuses}
-        lines += ["", "## Partitions that are not made", "", "| partition | run | rows that failed |", "|---|---|---|"]
-        for key in not_made[:_SHOWN]:
+        lines += ["", "## Partitions that are not made", "", "| partition | run | rows that failed | the run failed |"]
+        lines.append("|---|---|---|---|")
+        for key in not_made[:SHOWN]:
             reasons_of = ", ".join(f"{reason} {count}" for reason, count in by_key[key].failed.items()) if key in by_key else ""
-            lines.append(f"| {key} | {backfill.runs.get(key, 'none')} | {reasons_of or 'none: see the run'} |")
-        if len(not_made) > _SHOWN:
-            lines.append(f"| and {len(not_made) - _SHOWN} more | | |")
+            why = _cell(backfill.failures[key]) if key in backfill.failures else ""
+            lines.append(f"| {key} | {backfill.runs.get(key, 'none')} | {reasons_of or 'none'} | {why or 'see the run'} |")
+        if len(not_made) > SHOWN:
+            lines.append(f"| and {len(not_made) - SHOWN} more | | | |")
         lines += ["", 'Redo them: `eagle3_samples`, Materialize, "failed and missing". What is stored is not asked for again.']
     return "\n".join(lines) + "\n"
+
+
+def _cell(failure: LastFailure) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(failure.at))
+    return f"{when}: {failure.error}".replace("|", "\\|")

@@ -12,6 +12,7 @@ from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hs_assets.config import Project
 from hs_assets.errors import ExtractionError, PromptError
@@ -36,7 +37,8 @@ class Plan:
     """A partition's prompts and the states that are stored of them.
 
     ``layout``: of a dump of one token. ``known``: row → residual id → the part that holds its states. ``before``: what the
-    last manifest of this layer set said of rows without states, by sample id.
+    last manifest of this layer set said of rows without states, by sample id. ``other_spec``: what the partition is stored
+    under, where that is not the state spec that is asked for.
     """
 
     prompts: PromptPartition
@@ -44,6 +46,7 @@ class Plan:
     layout: DumpLayout
     known: dict[int, dict[int, Part]]
     before: dict[str, UnstoredRow]
+    other_spec: dict[str, Any] | None = None
 
     def missing(self, row: int) -> tuple[int, ...]:
         """Residual ids of a row that are not stored."""
@@ -140,7 +143,8 @@ def compare(project: Project, target: Target, paths: StorePaths, key: str) -> Pl
         PromptError: its prompts were never made.
     """
     prompts = read_partition_table(project.home.prompts, key)
-    manifests = [m for m in manifests_of(paths, key) if m.state_fingerprint == target.spec.fingerprint]
+    stored = manifests_of(paths, key)
+    manifests = [manifest for manifest in stored if manifest.state_fingerprint == target.spec.fingerprint]
     states = _states(paths.generations(target.spec.fingerprint, key), manifests)
     return Plan(
         prompts=prompts,
@@ -148,6 +152,7 @@ def compare(project: Project, target: Target, paths: StorePaths, key: str) -> Pl
         layout=target.layout,
         known={prompt.row: dict(states.get(prompt.token_sha256, {})) for prompt in prompts.prompts},
         before=_before(manifests, target.layer_set, prompts),
+        other_spec=stored[-1].state_spec if stored and not manifests else None,
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from hs_assets.config import Project
 from hs_assets.errors import PromptError, SpoolError, StoreError
@@ -15,6 +18,7 @@ from hs_assets.samples.source_index import read_entries
 from hs_assets.samples.sources import partition_key
 from hs_assets.serving.admission import bytes_of
 from hs_assets.serving.launch import Target, spool_budget
+from hs_assets.serving.spec import spec_differences
 from hs_assets.store.layout import StorePaths
 from hs_assets.wire.dump import ITEM_BYTES
 from hs_assets.wire.rid import parse_rid
@@ -51,6 +55,8 @@ class Need:
     """Partitions whose manifests or prompts cannot be read, and why: nothing is counted for them."""
     problems: list[str] = field(default_factory=list)
     """Why it cannot be done as it is; empty if it can."""
+    warnings: list[str] = field(default_factory=list)
+    """What stands in no way, and should be known before."""
 
     def as_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -62,7 +68,7 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
     Arguments:
         kept: the dumps are to stay in the spool, and nothing goes into the store.
     """
-    need, paths, sizes = Need(kept=kept), StorePaths(project.store_path), list[int]()
+    need, paths, sizes, specs = Need(kept=kept), StorePaths(project.store_path), list[int](), Counter[str]()
     for name, index in source_indexes(project).items():
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True)):
             key = partition_key(name, number)
@@ -76,6 +82,7 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
                     need.damaged[key] = str(error)
                     continue
                 need.store_bytes += plan.store_bytes
+                specs.update([json.dumps(plan.other_spec)] if plan.other_spec else ())
                 lengths = [len(prompt.input_ids) for prompt in plan.to_capture]
             else:
                 need.estimated += 1
@@ -87,10 +94,16 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
             need.samples += len(lengths)
             need.tokens += sum(lengths)
             sizes += [dataclasses.replace(target.layout, tokens=length).file_bytes for length in lengths]
+    need.warnings += [_other_spec(target, json.loads(spec), count) for spec, count in specs.items()]
     need.dump_bytes, need.largest_dump_bytes = sum(sizes), max(sizes, default=0)
     judge(project, need, keys)
     need.larger_than_spool = sum(size > need.spool_bytes for size in sizes) if need.spool_bytes is not None else 0
     return need
+
+
+def _other_spec(target: Target, stored: dict[str, Any], partitions: int) -> str:
+    found = "; ".join(f"{one.name}: {one.expected} there, {one.got} now" for one in spec_differences(stored, target.spec))
+    return f"{partitions} partitions are stored under another state spec, so all their states are asked for again: {found}"
 
 
 def judge(project: Project, need: Need, keys: Collection[str] | None = None) -> None:

@@ -4,6 +4,7 @@ spec.py       the state spec: what changes the numbers, and its fingerprint
 engine.py     the CPU engine's environment: install, stamp
 launch.py     the command, environment and plugin path of a server
 state.py      the state file and the leases
+failed_start.py  the last start that failed, for the runs that come after it
 server.py     start, share, stop: what runs and commands call
 liveness.py   whether a server that was up still is
 handshake.py  what a server says of itself, compared with what was asked for

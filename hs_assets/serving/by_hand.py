@@ -15,6 +15,7 @@ from hs_assets.errors import ServerError, WireError
 from hs_assets.serving.launch import capture_config, make_launch_plan, resolve, server_environment
 from hs_assets.serving.liveness import capturing
 from hs_assets.serving.state import ServerFolder
+from hs_assets.wire import sole_server
 from hs_assets.wire.records import CaptureConfig
 from hs_assets.wire.spool import Spool
 
@@ -35,11 +36,14 @@ class HandStart:
         return dataclasses.asdict(self)
 
     def as_shell(self) -> str:
-        """A script for sh."""
+        """A script for sh; it starts nothing, and clears nothing, while a server captures into the spool."""
+        only = f"{shlex.quote(self.argv[0])} -m {sole_server.__name__} {shlex.quote(self.spool)} {self.url}"
         env = " \\\n  ".join(f"{name}={shlex.quote(value)}" for name, value in self.env.items())
         return (
             f"# SGLang with the capture plugin; it captures into {self.spool}. Once it is up, have the pipeline use it:\n"
             f'#   [server]\n#   url = "{self.url}"\n'
+            f"exec {sole_server.DESCRIPTOR}>>{shlex.quote(str(Spool(Path(self.spool)).by_hand_lock))}\n"
+            f"PYTHONPATH={shlex.quote(self.env['PYTHONPATH'])} {only} || exit 1\n"
             f"rm -f {shlex.quote(self.clear)}/*\n"
             f"env {env} \\\n  {shlex.join(self.argv)}"
         )
@@ -65,12 +69,19 @@ def hand_start(project: Project, port: int) -> HandStart:
             config = before  # asked again: a server that was started with it stays the one that is meant
     state, runs = ServerFolder(project.home.server).read_state(), capturing(spool)
     ours = state is not None and not state.attached and runs in (None, state.server)
-    if (state is not None and state.watchdog_lives) if ours else (runs not in (None, config.server)):
+    if ours and state is not None and state.watchdog_lives:
+        raise ServerError(
+            "this home's own server captures into this spool already",
+            where=plan.spool,
+            got=state.server,
+            remedy="hs-assets server stop, then ask again",
+        )
+    if not ours and runs not in (None, config.server):
         raise ServerError(
             "a server captures into this spool already",
             where=plan.spool,
-            got=runs or (state and state.server),
-            remedy="end it first (hs-assets server stop, if it is this home's own), and wait until it has not counted for 15 s",
+            got=runs,
+            remedy="end it, and ask again once it has not counted for 15 s",
         )
     config.write(spool.config)
     return HandStart(

@@ -2,7 +2,8 @@
 
 Whoever needs the server takes a lease and asks for it with `lease_server`. If it runs and is the one that is asked for,
 that is all; if it runs as another, it is stopped once nobody else uses it; if it does not run, it is started. Two
-processes that ask at once start one. Where the configuration names a server that somebody else runs, see attach.py.
+processes that ask at once start one. A start that failed just now is not tried again by runs (failed_start.py). Where the
+configuration names a server that somebody else runs, see attach.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import psutil
 
 from hs_assets.errors import ServerError, ServerStartError
 from hs_assets.serving.attach import attach
+from hs_assets.serving.failed_start import forget_failed_start, note_failed_start, raise_if_failed_just_now
 from hs_assets.serving.liveness import capturing, trouble
 from hs_assets.serving.state import (
     FAILED,
@@ -39,21 +41,24 @@ _STOP_SECONDS = 90.0
 
 
 @contextmanager
-def lease_server(folder: ServerFolder, plan: LaunchPlan, purpose: str, say: Callable[[str], None]) -> Iterator[ServerState]:
+def lease_server(
+    folder: ServerFolder, plan: LaunchPlan, purpose: str, say: Callable[[str], None], *, again: bool = False
+) -> Iterator[ServerState]:
     """A server that is up and is the one of `plan`, kept up as long as this is entered.
 
     Arguments:
         purpose: shown by `hs-assets server status`.
         say: is told what is waited for.
+        again: try a start also where the same failed just now (failed_start.py): somebody asks for it.
 
     Raises:
-        ServerStartError: it did not come up; with the tail of its log.
+        ServerStartError: it did not come up, now or just before; with the tail of its log.
         ServerError, HandshakeError, SpoolError: see `attach`, where `plan.url` names a server that somebody else runs.
     """
     folder.make()
     with ExitStack() as stack:
         with _start_lock(folder, say):  # who has a lease waits for nobody: two that wait for each other's would wait forever
-            state = attach(folder, plan, say) if plan.url else _ensure(folder, plan, say)
+            state = attach(folder, plan, say) if plan.url else _ensure(folder, plan, say, again)
             stack.enter_context(folder.lease(purpose))
         yield state
 
@@ -80,16 +85,19 @@ def stop_server(folder: ServerFolder, say: Callable[[str], None], *, force: bool
     return True
 
 
-def _ensure(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -> ServerState:
+def _ensure(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None], again: bool) -> ServerState:
     """The server of `plan`, up; to be called with the start lock held."""
     state = folder.read_state()
     if state is not None and state.identity == plan.identity and state.phase == STARTING and state.watchdog_lives:
+        again = False  # this is the try that was asked for
         say(f"the server {state.server} is starting already")  # who began it was cut off
         starting = state
         _wait(lambda: _settled(folder, starting), plan.start_timeout_seconds, "the server is starting", say)
         state = folder.read_state()
     if state is not None and state.is_up and state.identity == plan.identity:
         return state
+    if not again:
+        raise_if_failed_just_now(folder, plan)
     if state is not None and _anything_lives(state):
         say(f"the server {state.server} is {state.phase}, but another one is needed: stopping it once nobody uses it")
         _wait(lambda: not folder.live_leases(), plan.start_timeout_seconds, "waiting for those who use the server", say)
@@ -109,6 +117,7 @@ def _start(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -
         remedy = "set server.url to it, or end it"
         raise ServerError("somebody else's server captures into this spool", where=plan.spool, got=other, remedy=remedy)
     plan.write(folder.plan)
+    forget_failed_start(folder, plan)
     say(f"starting SGLang {plan.sglang_version} for {plan.model_path}; spool {plan.spool}, {plan.spool_bytes / 2**30:.1f} GiB")
     with (folder.logs / "watchdog.log").open("a") as log:
         watchdog = subprocess.Popen(
@@ -128,9 +137,10 @@ def _start(folder: ServerFolder, plan: LaunchPlan, say: Callable[[str], None]) -
     _wait(settled, plan.start_timeout_seconds + _STOP_SECONDS, "the server is starting", say)
     state = folder.read_state()
     if state is None or state.watchdog_pid != watchdog.pid:
-        raise ServerStartError(
-            "the server's watchdog ended at once", where=folder.root, got=log_tail(folder.logs / "watchdog.log")
-        )
+        problem, tail = "the server's watchdog ended at once", log_tail(folder.logs / "watchdog.log")
+        if (watchdog.poll() or 0) > 0:  # no signal ended it
+            note_failed_start(folder, plan, folder.root, f"{problem}\n{tail}")
+        raise ServerStartError(problem, where=folder.root, got=tail)
     if state.phase != UP:
         raise ServerStartError("the server did not come up", where=state.log, got=f"{state.message}\n{log_tail(Path(state.log))}")
     say(f"the server is up: {state.message}")

@@ -10,9 +10,10 @@ import functools
 import hashlib
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hs_assets.config import Project
 from hs_assets.errors import ConfigError, ServerStartError
@@ -65,6 +66,34 @@ class StateSpec:
         """16 hex digits."""
         fields = {**dataclasses.asdict(self), "model_path": None}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which two state specs differ; of flags those that the other one has not."""
+
+    name: str
+    expected: str
+    got: str
+
+
+def spec_differences(expected: Mapping[str, Any], got: StateSpec) -> list[Difference]:
+    """In what a spec that was kept (the fields of a `StateSpec`, of this version or another) and a spec of now differ."""
+    found = []
+    for name, value in dataclasses.asdict(got).items():
+        kept = expected.get(name, "not recorded")
+        if name == "flags" and isinstance(kept, Sequence) and not isinstance(kept, str):
+            had, has = sorted(set(kept) - set(value)), sorted(set(value) - set(kept))
+            if had or has:
+                found.append(Difference(name, _flags(had, has), _flags(has, had)))
+        elif name != "model_path" and kept != value:
+            found.append(Difference(name.replace("_", " "), str(kept), str(value)))
+    unknown = sorted(expected.keys() - {field.name for field in dataclasses.fields(got)})
+    return found + [Difference(name, str(expected[name]), "unknown to this version") for name in unknown]
+
+
+def _flags(here: Sequence[str], there: Sequence[str]) -> str:
+    return ", ".join(here) or f"none of {', '.join(there)}"
 
 
 def state_spec(project: Project, facts: ModelFacts, python: Path, device: str, flags: list[str]) -> StateSpec:

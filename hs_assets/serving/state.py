@@ -3,6 +3,7 @@
 <home>/server/start.lock        held while somebody starts or stops the server
 <home>/server/plan.json         what the watchdog shall start (`LaunchPlan`)
 <home>/server/state.json        `ServerState`
+<home>/server/failed_start.json `FailedStart`: the last start that failed (failed_start.py)
 <home>/server/leases/<id>.json  `LeaseRecord`, locked by the process that holds it: the lock vanishes with it
 <home>/server/logs/             SGLang's and the watchdog's output
 <home>/server/plugin/           the capture plugin as SGLang's environment sees it
@@ -11,6 +12,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import secrets
 import time
@@ -57,6 +60,12 @@ class LaunchPlan(Record):
     idle_stop_seconds: float
     url: str = ""
     """Of a server that somebody else runs, which then is to be used; empty for one of our own."""
+
+    @property
+    def attempt(self) -> str:
+        """Hash of all by which another start may come out otherwise: the identity, and what the start is held to."""
+        limits = [float(x) for x in (self.start_timeout_seconds, self.commit_timeout_seconds, self.logprob_tolerance)]
+        return hashlib.sha256(json.dumps([self.identity, limits]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,10 @@ class ServerFolder:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def failed_start(self) -> Path:
+        return self.root / "failed_start.json"
 
     @property
     def leases(self) -> Path:

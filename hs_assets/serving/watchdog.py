@@ -26,6 +26,7 @@ import psutil
 
 from hs_assets.errors import ServerError, ServerStartError, WireError
 from hs_assets.serving.canary import run_canary
+from hs_assets.serving.failed_start import note_failed_start
 from hs_assets.serving.handshake import answers, raise_if_refused, ready_records
 from hs_assets.serving.launch import capture_config, server_environment
 from hs_assets.serving.liveness import SILENCE_SECONDS, dead_workers
@@ -39,6 +40,7 @@ from hs_assets.serving.state import (
     LaunchPlan,
     ServerFolder,
     ServerState,
+    log_tail,
     read_counters,
     started,
 )
@@ -48,29 +50,33 @@ from hs_assets.wire.spool import Spool
 _POLL_SECONDS = 0.5
 _TERM_SECONDS = 30.0
 _DRAIN_SECONDS = 10.0
+_ASKS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SGLang's own way to end on an error is SIGKILL."""
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 
 
 class _Stop(Exception):  # noqa: N818  # a signal, not an error
-    """SIGTERM came."""
+    """A signal came, to the watchdog or to SGLang."""
 
 
 def main(root: Path) -> None:
     """Run one server from its start to its end."""
     folder = ServerFolder(root)
     plan = LaunchPlan.read(folder.plan)
-    signal.signal(signal.SIGTERM, _on_term)
     process, state = _launch(folder, plan)
     try:
+        signal.signal(signal.SIGTERM, _on_term)  # before, it ends this process, and SGLang with it
         ready = _wait_until_ready(plan, state, process)
         seen = run_canary(plan, state, ready)
         state = _note(folder, state, UP, seen)
         state = _keep(folder, plan, process, state)
-    except _Stop:
-        state = _note(folder, state, STOPPING, "asked to stop")
+    except _Stop as stop:
+        state = _note(folder, state, STOPPING, str(stop))
     except Exception as error:  # whatever it is: the server must not be left to itself
         traceback.print_exc()
+        if state.phase == STARTING:
+            note_failed_start(folder, plan, state.log, f"{error}\n{log_tail(Path(state.log))}")
         state = _note(folder, state, FAILED, str(error))
     finally:
         _end(plan, process)
@@ -78,7 +84,7 @@ def main(root: Path) -> None:
 
 
 def _on_term(_number: int, _frame: FrameType | None) -> None:
-    raise _Stop
+    raise _Stop("asked to stop")
 
 
 def _launch(folder: ServerFolder, plan: LaunchPlan) -> tuple[subprocess.Popen[bytes], ServerState]:
@@ -157,8 +163,10 @@ def _wait_until_ready(plan: LaunchPlan, state: ServerState, process: subprocess.
     spool, deadline = Spool(Path(plan.spool)), time.monotonic() + plan.start_timeout_seconds
     while time.monotonic() < deadline:
         raise_if_refused(spool)
-        if process.poll() is not None:
-            raise ServerStartError("SGLang ended while it started", got=f"exit status {process.returncode}")
+        if (status := process.poll()) is not None:
+            if -status in _ASKS_TO_END:
+                raise _Stop(f"SGLang was asked to end while it started, by {signal.Signals(-status).name}")
+            raise ServerStartError("SGLang ended while it started", got=f"exit status {status}")
         if answers(f"{state.url}/health"):
             return ready_records(plan, spool, state.server)
         time.sleep(_POLL_SECONDS)

@@ -1,6 +1,7 @@
 """The spool: a folder in ``/dev/shm`` with the dumps, and the records of server and clients beside them.
 
     <spool>/capture.json                      what the plugin shall do (`CaptureConfig`)
+    <spool>/by-hand.lock                      locked by the script that started a server by hand, and by that server
     <spool>/ready/rendezvous                  where the ranks find each other (torch's FileStore)
     <spool>/ready/rank-<r>.json               each rank's `ReadyRecord`, or
     <spool>/ready/refused-<r>.json            its `RefusedRecord`
@@ -81,6 +82,10 @@ class Spool:
     @property
     def config(self) -> Path:
         return self.root / "capture.json"
+
+    @property
+    def by_hand_lock(self) -> Path:
+        return self.root / "by-hand.lock"
 
     @property
     def ready(self) -> Path:
