@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from hs_assets.cli import main
 from hs_assets.config import Project
 from hs_assets.defs.build import build_definitions
+from hs_assets.errors import ExportError
 from hs_assets.store.layout import create
 from hs_assets_tests.conftest import write_project
 from hs_assets_tests.export_material import HIDDEN, LAYERS, VOCABULARY, put_partition, put_store, random_sample
@@ -141,7 +142,11 @@ def test_exports_are_assets(project: Project, instance: dg.DagsterInstance) -> N
             assert len(list(Path(made.metadata["path"].value).iterdir())) > 1
     assert materialize(exports[0], "rows-00000").metadata["state"].value == "identical"
     assert materialize(dg.AssetKey("speculators_dataset")).metadata["rows"].value == 3
-    replaced = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200)
+    with pytest.raises(ExportError, match=rf"another vocabulary mapping is there(.|\n)*{sha256}(.|\n)*replace: true"):
+        materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200)
+    unchanged = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=100)
+    assert (unchanged.metadata["sha256"].value, unchanged.metadata["replaced"].value) == (sha256, "nothing")
+    replaced = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200, replace=True)
     assert (replaced.metadata["replaced"].value, replaced.metadata["draft size"].value) == (sha256, 200)
 
 
