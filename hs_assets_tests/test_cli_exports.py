@@ -17,6 +17,7 @@ from hs_assets.config import Project
 from hs_assets.defs.build import build_definitions
 from hs_assets.errors import ExportError
 from hs_assets.store.layout import create
+from hs_assets.store.manifest import UnstoredRow
 from hs_assets_tests.conftest import write_project
 from hs_assets_tests.export_material import HIDDEN, LAYERS, VOCABULARY, put_partition, put_store, random_sample
 
@@ -67,6 +68,16 @@ def test_people_are_told_what_was_done(project: Project, tmp_path: Path) -> None
     assert "rows-00001: written, 1 samples, 9 tokens, " in result.stdout
     assert f"1 rows in {tmp_path / 'out' / 'all'}" in result.stdout
     assert "no vocabulary mapping" in result.stdout
+
+
+def test_people_are_told_of_rows_that_failed(project: Project, tmp_path: Path) -> None:
+    failed = UnstoredRow("rows-00002/0001", 5, "0" * 64, "failed", "finite", "token 7, slot 1", 1)
+    put_partition(create(project.store_path), [random_sample("rows-00002/0000", 7, np.random.default_rng(1))], unstored=(failed,))
+    result = run(project, "modelopt", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.stdout.splitlines() if "NOT COMPLETE" in line]
+    assert [line.partition(":")[0] for line in told] == ["rows-00002"]
+    assert told[0].endswith("; NOT COMPLETE, rows that failed: finite 1")
 
 
 def test_a_vocabulary_changes_only_with_replace(project: Project, tmp_path: Path) -> None:
