@@ -183,6 +183,27 @@ def test_a_sample_that_fails_the_same_rule_twice_is_rejected(make: Callable[...,
         assert not again.manifest_changed
 
 
+def test_a_sample_that_fails_in_another_way_each_time_is_not_rejected(make: Callable[..., Project]) -> None:
+    project = make(4, rules="max_rejected_share = 0.5")
+
+    def other_final(states: np.ndarray) -> np.ndarray:
+        states[:, -1] = states[:, 0]
+        return states
+
+    ways: list[tuple[str, Callable[[np.ndarray], np.ndarray | int]]] = [
+        ("server_error", lambda _: 500),
+        ("finite", lambda states: states * np.nan),
+        ("logprob", other_final),
+        ("finite", lambda states: states * np.nan),
+    ]
+    for reason, spoil in ways:
+        with fake_server(project, lambda rid, states, spoil=spoil: spoil(states) if rid.row == 1 else states) as server:
+            report = run(project)
+        assert 1 in server.rows
+        assert report.manifest
+        assert report.manifest.ledger.as_json() == {"in": 4, "stored": 3, "dropped": {}, "failed": {reason: 1}}
+
+
 def test_a_run_in_which_the_server_died_does_not_hide_what_failed_before(make: Callable[..., Project]) -> None:
     """No rule saw the sample in that run: the rule fails the second time in the run after it."""
     project = make(6, rules="max_rejected_share = 0.5")
