@@ -207,6 +207,31 @@ def test_nothing_is_extracted_that_layer_set_did_not_record(make: Callable[..., 
     assert open_store(changed.store_path).layer_sets() == ["r2-5-8"]
 
 
+def test_dumps_captured_while_the_configuration_was_edited_are_not_recorded(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    """Of `raw_dumps` alone, as of both: the next run, in the new layer set, takes none of them."""
+    runs = Runs(project := make(), instance)
+
+    def edited(rid: Rid, states: np.ndarray) -> np.ndarray:
+        make("[2, 5]")
+        return states
+
+    with fake_server(project, edited) as server:
+        runs.record()
+        assert runs.extract("rows-00000", PROMPTS).success
+        assert "remedy: materialise layer_set" in failure_of(runs.extract("rows-00000", RAW_DUMPS))
+        assert len(server.rows) == 8
+    assert runs.filled(RAW_DUMPS) == set()
+    changed = load_project(project.home.root)
+    with fake_server(changed) as server:
+        runs.record()
+        assert runs.extract("rows-00000", SAMPLES).success
+        assert len(server.rows) == 8
+    assert list((project.spool_path / "dumps").iterdir()) == []
+    assert [list(sample.states) for sample in open_store(changed.store_path).layer_set("r2-5-8")] == [[2, 5, 8]] * 8
+
+
 def test_a_partition_that_drops_too_much_fails_before_anything_is_sent(
     make: Callable[..., Project], instance: dg.DagsterInstance
 ) -> None:
