@@ -81,6 +81,27 @@ def test_a_full_spool_waits_says_so_and_goes_on(spool: Spool, monkeypatch: pytes
     assert admission.high_water_bytes == 800
 
 
+def test_dumps_that_are_written_fill_the_spool_until_they_are_freed(spool: Spool) -> None:
+    """As where whoever stores them is slower than the server."""
+    admission, entered = Admission(spool, 1000, 1000, print), threading.Event()
+    first, second = dump(spool, 0), dump(spool, 1)
+    admission.claim(first, 800, threading.Event())
+    fill(first)
+
+    def claim_second() -> None:
+        admission.claim(second, 300, threading.Event())
+        entered.set()
+
+    waiting = threading.Thread(target=claim_second)
+    waiting.start()
+    assert not entered.wait(0.3)
+    assert spool_use(spool.root) == (1, 800)
+    first.free()
+    assert entered.wait(5)
+    waiting.join()
+    assert spool_use(spool.root) == (1, 300)
+
+
 def test_what_a_claim_says_counts_and_the_size_of_a_dump_that_nobody_claims(spool: Spool) -> None:
     claimed, orphan = dump(spool, 0), dump(spool, 1)
     Admission(spool, 1000, 1000, print).claim(claimed, 100, threading.Event())

@@ -305,6 +305,7 @@ def test_a_server_that_died_is_worth_another_try_at_once(
 ) -> None:
     monkeypatch.setattr(retry, "SECONDS_TO_WAIT", 3)
     folder, died = ServerFolder(project.home.server), threading.Event()
+    restarted: list[threading.Timer] = []
     make_prompts(project)
 
     def dies(rid: Rid, states: np.ndarray) -> np.ndarray:
@@ -312,7 +313,8 @@ def test_a_server_that_died_is_worth_another_try_at_once(
         if rid.row == 1 and state is not None and not (died.is_set() and restarts):
             died.set()
             dataclasses.replace(state, phase=FAILED).write(folder.state)
-            threading.Timer(1.5, lambda: state.write(folder.state)).start()  # somebody starts it again
+            restarted.append(threading.Timer(1.5, lambda: state.write(folder.state)))  # somebody starts it again
+            restarted[-1].start()
             raise ConnectionAbortedError
         return states
 
@@ -321,6 +323,8 @@ def test_a_server_that_died_is_worth_another_try_at_once(
         defs.resolve_job_def("record_layer_set").execute_in_process(instance=instance)
         job = defs.resolve_job_def("reextract")
         result = job.execute_in_process(instance=instance, partition_key=KEYS[0], raise_on_error=False)
+        for timer in restarted:  # one that came later would say that this very process is a server, which is stopped then
+            timer.join()
         retried = len([event for event in result.all_events if event.is_step_up_for_retry])
         assert (result.success, retried) == ((True, 1) if restarts else (False, 2))
         assert server.rows.count(0) == 1

@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 from hs_assets.cli import main
 from hs_assets.config import Project
 from hs_assets.defs.build import build_definitions
+from hs_assets.errors import ExportError
 from hs_assets.store.layout import create
+from hs_assets.store.manifest import UnstoredRow
 from hs_assets_tests.conftest import write_project
 from hs_assets_tests.export_material import HIDDEN, LAYERS, VOCABULARY, put_partition, put_store, random_sample
 
@@ -66,6 +68,16 @@ def test_people_are_told_what_was_done(project: Project, tmp_path: Path) -> None
     assert "rows-00001: written, 1 samples, 9 tokens, " in result.stdout
     assert f"1 rows in {tmp_path / 'out' / 'all'}" in result.stdout
     assert "no vocabulary mapping" in result.stdout
+
+
+def test_people_are_told_of_rows_that_failed(project: Project, tmp_path: Path) -> None:
+    failed = UnstoredRow("rows-00002/0001", 5, "0" * 64, "failed", "finite", "token 7, slot 1", 1)
+    put_partition(create(project.store_path), [random_sample("rows-00002/0000", 7, np.random.default_rng(1))], unstored=(failed,))
+    result = run(project, "modelopt", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.stdout.splitlines() if "NOT COMPLETE" in line]
+    assert [line.partition(":")[0] for line in told] == ["rows-00002"]
+    assert told[0].endswith("; NOT COMPLETE, rows that failed: finite 1")
 
 
 def test_a_vocabulary_changes_only_with_replace(project: Project, tmp_path: Path) -> None:
@@ -141,7 +153,11 @@ def test_exports_are_assets(project: Project, instance: dg.DagsterInstance) -> N
             assert len(list(Path(made.metadata["path"].value).iterdir())) > 1
     assert materialize(exports[0], "rows-00000").metadata["state"].value == "identical"
     assert materialize(dg.AssetKey("speculators_dataset")).metadata["rows"].value == 3
-    replaced = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200)
+    with pytest.raises(ExportError, match=rf"another vocabulary mapping is there(.|\n)*{sha256}(.|\n)*replace: true"):
+        materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200)
+    unchanged = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=100)
+    assert (unchanged.metadata["sha256"].value, unchanged.metadata["replaced"].value) == (sha256, "nothing")
+    replaced = materialize(dg.AssetKey("vocabulary_mapping"), draft_size=200, replace=True)
     assert (replaced.metadata["replaced"].value, replaced.metadata["draft size"].value) == (sha256, 200)
 
 

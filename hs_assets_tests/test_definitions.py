@@ -217,6 +217,31 @@ def test_nothing_is_extracted_that_layer_set_did_not_record(make: Callable[..., 
     assert open_store(changed.store_path).layer_sets() == ["r2-5-8"]
 
 
+def test_dumps_captured_while_the_configuration_was_edited_are_not_recorded(
+    make: Callable[..., Project], instance: dg.DagsterInstance
+) -> None:
+    """Of `raw_dumps` alone, as of both: the next run, in the new layer set, takes none of them."""
+    runs = Runs(project := make(), instance)
+
+    def edited(rid: Rid, states: np.ndarray) -> np.ndarray:
+        make("[2, 5]")
+        return states
+
+    with fake_server(project, edited) as server:
+        runs.record()
+        assert runs.extract("rows-00000", PROMPTS).success
+        assert "remedy: materialise layer_set" in failure_of(runs.extract("rows-00000", RAW_DUMPS))
+        assert len(server.rows) == 8
+    assert runs.filled(RAW_DUMPS) == set()
+    changed = load_project(project.home.root)
+    with fake_server(changed) as server:
+        runs.record()
+        assert runs.extract("rows-00000", SAMPLES).success
+        assert len(server.rows) == 8
+    assert list((project.spool_path / "dumps").iterdir()) == []
+    assert [list(sample.states) for sample in open_store(changed.store_path).layer_set("r2-5-8")] == [[2, 5, 8]] * 8
+
+
 def test_a_partition_that_drops_too_much_fails_before_anything_is_sent(
     make: Callable[..., Project], instance: dg.DagsterInstance
 ) -> None:
@@ -368,15 +393,17 @@ def test_a_run_over_a_range_of_partitions_marks_none_as_done(
     """What a backfill launched as a single run is: a step that made one of them must not count for all."""
     project = make()
     runs = Runs(project, instance)
+    made = set(runs.partitions()) if "prompts" not in assets else set()
     with fake_server(project) as server:
         runs.record()
+        assert all(runs.extract(key, PROMPTS).success for key in made)  # nothing else is in the way
         range_of = {"dagster/asset_partition_range_start": "rows-00000", "dagster/asset_partition_range_end": "rows-00002"}
         keys = [dg.AssetKey(name) for name in assets]
         job = build_definitions(project).resolve_job_def("extract")
         result = job.execute_in_process(instance=instance, tags=range_of, asset_selection=keys, raise_on_error=False)
         assert not result.success
         assert server.rows == []
-    assert {key: runs.filled(key) for key in (PROMPTS, RAW_DUMPS, SAMPLES)} == {PROMPTS: set(), RAW_DUMPS: set(), SAMPLES: set()}
+    assert {key: runs.filled(key) for key in (PROMPTS, RAW_DUMPS, SAMPLES)} == {PROMPTS: made, RAW_DUMPS: set(), SAMPLES: set()}
 
 
 def versions(instance: dg.DagsterInstance) -> dict[str, str]:

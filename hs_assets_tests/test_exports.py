@@ -84,6 +84,28 @@ def test_the_manifest_accounts_for_every_file(store: Store, tmp_path: Path, trai
 
 
 @pytest.mark.parametrize(
+    ("trainer", "mask", "final"),
+    [
+        (SPECFORGE, "of token i + 1 (shifted left by one, last position 0)", "after the norm"),
+        (SPECULATORS, "of token i (token coordinates)", "before the norm"),
+        (SPECULATORS_LEGACY, "of token i (token coordinates)", "before the norm"),
+        (MODELOPT, "of token i (token coordinates)", "after the norm"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_manifest_says_what_mask_and_final_state_are(tmp_path: Path, trainer: Trainer, mask: str, final: str) -> None:
+    """Of ids 0 to 9 the assistant's are 4, 5 and 6; test_trainers.py says what the trainers make of it."""
+    store, _ = put_store(tmp_path / "store.zarr", {})
+    (made,) = random_samples("chats-00000", [10], 1)
+    span = dataclasses.replace(made, ids=np.arange(10, dtype=np.int32), mask=np.isin(np.arange(10), (4, 5, 6)))
+    put_partition(store.paths, [span])
+    export(store, trainer, tmp_path / "export")
+    body = json.loads((tmp_path / "export" / "chats-00000" / MANIFEST).read_text())
+    assert (body["loss_mask"].startswith(mask), body["final_state"]) == (True, final)
+    assert [sample["trained_positions"] for sample in body["samples"]] == [3]
+
+
+@pytest.mark.parametrize(
     ("trainer", "expected"),
     [
         (SPECFORGE, {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}),

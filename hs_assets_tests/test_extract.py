@@ -26,6 +26,7 @@ from hs_assets.samples.prompts import write_partition
 from hs_assets.samples.sources import read_partition
 from hs_assets.samples.tokenizer import ChatTokenizer, load_tokenizer
 from hs_assets.serving.launch import resolve
+from hs_assets.serving.state import FAILED, ServerFolder
 from hs_assets.store import open_store
 from hs_assets.store.writer import GenerationWriter
 from hs_assets.wire.rid import Rid
@@ -180,6 +181,52 @@ def test_a_sample_that_fails_the_same_rule_twice_is_rejected(make: Callable[...,
         again = run(project)
         assert server.rows == []
         assert not again.manifest_changed
+
+
+def test_a_sample_that_fails_in_another_way_each_time_is_not_rejected(make: Callable[..., Project]) -> None:
+    project = make(4, rules="max_rejected_share = 0.5")
+
+    def other_final(states: np.ndarray) -> np.ndarray:
+        states[:, -1] = states[:, 0]
+        return states
+
+    ways: list[tuple[str, Callable[[np.ndarray], np.ndarray | int]]] = [
+        ("server_error", lambda _: 500),
+        ("finite", lambda states: states * np.nan),
+        ("logprob", other_final),
+        ("finite", lambda states: states * np.nan),
+    ]
+    for reason, spoil in ways:
+        with fake_server(project, lambda rid, states, spoil=spoil: spoil(states) if rid.row == 1 else states) as server:
+            report = run(project)
+        assert 1 in server.rows
+        assert report.manifest
+        assert report.manifest.ledger.as_json() == {"in": 4, "stored": 3, "dropped": {}, "failed": {reason: 1}}
+
+
+def test_a_run_in_which_the_server_died_does_not_hide_what_failed_before(make: Callable[..., Project]) -> None:
+    """No rule saw the sample in that run: the rule fails the second time in the run after it."""
+    project = make(6, rules="max_rejected_share = 0.5")
+    folder = ServerFolder(project.home.server)
+
+    def bad(rid: Rid, states: np.ndarray) -> np.ndarray:
+        return states * np.nan if rid.row == 3 else states
+
+    def dies(rid: Rid, states: np.ndarray) -> np.ndarray:
+        state = folder.read_state()
+        assert state
+        replace(state, phase=FAILED).write(folder.state)
+        raise ConnectionAbortedError
+
+    for fault, problem in ((bad, "1 rows failed: finite"), (dies, "the server went away"), (bad, None)):
+        with fake_server(project, fault):
+            report = run(project)
+        assert report.manifest
+        if problem is not None:
+            assert problem in report.problems[0]
+            assert report.manifest.ledger.as_json() == {"in": 6, "stored": 5, "dropped": {}, "failed": {"finite": 1}}
+    assert report.problems == []
+    assert report.manifest.ledger.as_json() == {"in": 6, "stored": 5, "dropped": {"rejected(finite)": 1}, "failed": {}}
 
 
 def test_too_many_rejected_samples_fail_the_partition(make: Callable[..., Project]) -> None:

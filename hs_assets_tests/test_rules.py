@@ -236,6 +236,16 @@ def test_finite_names_the_first_of_many() -> None:
     assert detail.startswith("3 values")
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("token", [0, 31, 32, 63, 64, 95, 96, 99])
+def test_finite_wherever_the_token_is(token: int, value: float) -> None:
+    """Rows are looked at some at a time: the first, the last and those at the edges of what is looked at together."""
+    sample = make_sample(ids=make_ids(0, 100))
+    assert rules.finite(sample, EXPECTED) is None
+    sample.states[token, 2, HIDDEN - 1] = value
+    assert f"token {token}, slot 2" in violation(rules.finite(sample, EXPECTED), "finite")
+
+
 def test_finite_where_a_whole_row_is_infinite() -> None:
     sample = make_sample()
     sample.states[7, 1] = np.inf

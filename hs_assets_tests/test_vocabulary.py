@@ -13,7 +13,8 @@ from hs_assets.errors import ExportError
 from hs_assets.exports.export import choose_manifests, export_partition
 from hs_assets.exports.folder import ExportFolder
 from hs_assets.exports.summary import begin, finish
-from hs_assets.exports.trainers import SPECFORGE
+from hs_assets.exports.trainer import Trainer
+from hs_assets.exports.trainers import TRAINERS
 from hs_assets.exports.vocabulary import VocabularyMapping, find_mapping, keep_mapping, make_mapping, samples_hash
 from hs_assets.store import Store, open_store
 from hs_assets.store.layout import create
@@ -101,25 +102,35 @@ def test_a_new_version_of_the_prompts_makes_it_stale(tmp_path: Path) -> None:
     assert mapping.stale(now(store)) == "partitions since it was made: 1 changed (chats-00000)"
 
 
-def test_each_export_carries_its_hash_and_says_whether_it_is_stale(tmp_path: Path) -> None:
+def test_a_sample_that_failed_and_was_made_since_makes_it_stale(tmp_path: Path) -> None:
+    store = store_of(tmp_path, sample("chats-00000/0000", [1, 2, 3]))
+    mapping = make(store, 3, 10)
+    put_partition(store.paths, [sample("chats-00000/0000", [1, 2, 3]), sample("chats-00000/0001", [4, 4])])
+    assert mapping.stale(now(store)) == "partitions since it was made: 1 changed (chats-00000)"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
+def test_each_export_carries_its_hash_and_says_whether_it_is_stale(tmp_path: Path, trainer: Trainer) -> None:
     store, _ = put_store(tmp_path / "store.zarr", {"chats-00000": [5]})
     mapping, folder = make(store, 100, 6000), ExportFolder(tmp_path / "export")
 
     def export() -> dict[str, object]:
         manifests = choose_manifests(store, LAYERS.id)
-        begin(folder, manifests[0], SPECFORGE)
-        done = [export_partition(store, manifest, SPECFORGE, folder, lambda *_: None) for manifest in manifests]
-        finish(folder, SPECFORGE, manifests[0], done, mapping)
+        begin(folder, manifests[0], trainer)
+        done = [export_partition(store, manifest, trainer, folder, lambda *_: None) for manifest in manifests]
+        finish(folder, trainer, manifests[0], done, mapping)
         return json.loads((folder.root / "hs_assets_export.json").read_text())["vocabulary"]
 
     said = export()
     assert (said["sha256"], said["draft_size"], said["stale"]) == (mapping.sha256, 100, None)
-    written = (folder.root / "vocab_mapping" / "vocab_mapping.pt").read_bytes()
+    files = [folder.root / name for name in trainer.vocabulary(mapping)]
+    written = [file.read_bytes() for file in files]
+    assert len(written) > 0
     put_partition(store.paths, [sample("chats-00001/0000", [1, 2])])
     said = export()
     assert (said["sha256"], said["stale"]) == (mapping.sha256, "partitions since it was made: 1 new (chats-00001)")
-    assert (folder.root / "vocab_mapping" / "vocab_mapping.pt").read_bytes() == written
-    assert json.loads((folder.root / "trainer_config.json").read_text())["draft_vocab_size"] == 100
+    assert [file.read_bytes() for file in files] == written
+    assert '"draft_vocab_size": 100' in (folder.root / "trainer_config.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,12 @@ def _export(
     if as_json:
         click.echo(json.dumps({**body, "exported": [asdict(one) for one in done]}))
         return
+    failed = {manifest.partition: manifest.ledger.failed for manifest in manifests}
     for one in done:
         counts = f"{one.samples} samples, {one.tokens:,} tokens, {one.bytes:,} bytes"
-        click.echo(f"{one.partition}: {one.state}, {counts}{f' ({one.why})' if one.why else ''}")
+        lost = ", ".join(f"{reason} {count}" for reason, count in failed[one.partition].items())
+        why = f" ({one.why})" if one.why else ""
+        click.echo(f"{one.partition}: {one.state}, {counts}{why}{f'; NOT COMPLETE, rows that failed: {lost}' if lost else ''}")
     click.echo(f"{body['samples']} samples, {body['bytes']:,} bytes in {folder.root}, layer set {chosen}")
     if rows is not None:
         click.echo(f"{rows} rows in {folder.root / ALL}")

@@ -31,9 +31,10 @@ _SAY_SECONDS = 10.0
 
 
 class VocabularyConfig(dg.Config):
-    """How large the draft vocabulary is to be."""
+    """How large the draft vocabulary is to be, and whether it may take the place of another."""
 
     draft_size: int = 32_000
+    replace: bool = False
 
 
 @dg.asset(key=VOCABULARY, deps=[SAMPLES], group_name=_GROUP, kinds={"json"}, owners=_OWNERS)
@@ -42,15 +43,15 @@ def vocabulary_mapping(
 ) -> dg.MaterializeResult[None]:
     """Which token ids a drafter can say: the most frequent supervised ones of all stored samples, as `d2t` and `t2d`.
 
-    It changes only when it is materialised; samples that came later make it stale, and exports say so. A drafter that was
-    trained with one mapping is useless with another: what was there before is in this asset's history by its hash.
+    Samples that came later make it stale, and exports say so. A drafter that was trained with one mapping is useless with
+    another: where another is there already this fails, unless `replace: true` is given; its hash stays in the asset's history.
     """
     loaded = project.load()
     store, path = open_store(loaded.store_path), loaded.home.root / FILE
     target_size = read_model_facts(loaded.settings.model.path).vocab_size
     manifests = choose_manifests(store, _layer_set(loaded))
     mapping, before = make_mapping(store, manifests, config.draft_size, target_size, lambda: None), find_mapping(path)
-    keep_mapping(path, mapping, replace=True)
+    keep_mapping(path, mapping, replace=config.replace)
     if before is not None and before.sha256 != mapping.sha256:
         context.log.warning("the mapping %s is replaced by %s", before.sha256, mapping.sha256)
     return dg.MaterializeResult(

@@ -133,7 +133,7 @@ def keep_mapping(path: Path, mapping: VocabularyMapping, *, replace: bool) -> bo
             where=path,
             expected=f"{mapping.sha256} ({len(mapping.ids)} of {mapping.target_size} ids)",
             got=f"{before.sha256} ({len(before.ids)} of {before.target_size} ids)",
-            remedy="drafters of the old mapping need it: keep it, or ask for the new one with --replace",
+            remedy="drafters of the old one need it: keep it, or ask for the new one with --replace (in Dagster: replace: true)",
         )
     replace_file(path, json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(mapping), "sha256": mapping.sha256}))
     return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hs_assets.config import Project
 from hs_assets.errors import ServerDiedError, SpoolError
-from hs_assets.extraction.intake import Destination, Intake
+from hs_assets.extraction.intake import SERVER_DIED, Destination, Intake
 from hs_assets.extraction.plan import Plan, free_bytes, make_plan
 from hs_assets.samples.model import load_head
 from hs_assets.samples.prompts import Prompt
@@ -110,7 +110,7 @@ def _extract(project: Project, target: Target, key: str, run_id: str, say: Say) 
                     intake.publish()
     except ServerDiedError as error:
         for prompt in plan.to_capture:
-            intake.failed.setdefault(prompt.row, ("server_died", error.problem))
+            intake.failed.setdefault(prompt.row, (SERVER_DIED, error.problem))
         report.died = str(error)
         report.problems.append(report.died)
     finally:

@@ -27,7 +27,8 @@ from hs_assets.wire.spool import DumpFiles
 
 _RULE_NAMES = frozenset({*(rule.__name__ for rule in RULES), "shared_prefix"})
 _NORM_ROWS = 64
-NOT_EXTRACTED = "not_extracted"
+NOT_EXTRACTED, SERVER_DIED = "not_extracted", "server_died"
+"""Why a sample has no states that no rule has seen this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,8 @@ class Intake:
         if before is not None and is_rejected(before):
             return before
         reason, detail = self.failed.get(prompt.row, (NOT_EXTRACTED, "it was not reached"))
+        if reason in (NOT_EXTRACTED, SERVER_DIED) and before is not None and before.reason in _RULE_NAMES:
+            return before  # else a rule that fails at every try would never have failed twice
         if reason not in _RULE_NAMES:
             return UnstoredRow(sample_id, source_row, source_sha256, "failed", reason, detail, 1)
         if before is not None and before.reason == reason:
