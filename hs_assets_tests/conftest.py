@@ -21,6 +21,9 @@ from hs_assets.serving.state import ServerFolder, ServerState
 
 DEMO_TEXTS = Path(str(resources.files("hs_assets") / "presets" / "demo_conversations.jsonl"))
 
+# Of each server and reference: as many of them run at once as there are workers, and threads that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _LONGEST_FIRST = (
     "test_browser",
     "test_server",

@@ -93,12 +93,12 @@ def _is_up(dev: DagsterDev) -> bool:
         return False
 
 
-def wait_for(what: str, holds: Callable[[], bool], tail: Callable[[], str]) -> None:
-    """Ask until it holds; fails with what `tail` says where it does not in `SECONDS`."""
+def wait_for(what: str, holds: Callable[[], bool], tail: Callable[[], str], every: float = 0.5) -> None:
+    """Ask until it holds, each `every` seconds; fails with what `tail` says where it does not in `SECONDS`."""
     deadline = time.monotonic() + SECONDS
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not after {SECONDS} s\n{tail()}"
-        time.sleep(0.5)
+        time.sleep(every)
 
 
 @contextmanager
@@ -148,7 +148,7 @@ class Pages:
 
     def _wait_outside(self, what: str, holds: Callable[[], bool]) -> None:
         self.page.goto("about:blank")
-        wait_for(what, holds, self._dev.tail)
+        wait_for(what, holds, self._dev.tail, every=3)
 
     def open_graph(self) -> None:
         """The graph of the assets that make samples."""
