@@ -21,6 +21,34 @@ from hs_assets.serving.state import ServerFolder, ServerState
 
 DEMO_TEXTS = Path(str(resources.files("hs_assets") / "presets" / "demo_conversations.jsonl"))
 
+# Of each server and reference: as many of them run at once as there are workers, and threads that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_LONGEST_FIRST = (
+    "test_browser",
+    "test_server",
+    "test_parity",
+    "test_faults",
+    "test_demo",
+    "test_attach",
+    "test_ctrl_c",
+    "test_batching",
+    "test_responses",
+    "test_backfills",
+    "test_definitions",
+    "test_training",
+    "test_extract",
+    "test_reextract",
+    "test_daemon",
+    "test_trainers",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take minutes first: a worker that begins one when the others are done makes all wait for it."""
+    places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 def say(line: str) -> None:
     """Progress of long work goes where pytest -s shows it."""

@@ -27,6 +27,10 @@ SECONDS = 300
 STEP_SECONDS = 60
 """How long is waited for a page to do what was clicked."""
 
+_STATS = """query ($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { ... on AssetNode { partitionStats {
+    Materialized: numMaterialized Failed: numFailed Materializing: numMaterializing } } } }"""
+_STALE = """query ($key: AssetKeyInput!, $partition: String!) { assetNodeOrError(assetKey: $key) { ... on AssetNode {
+    staleStatus(partition: $partition) } } }"""
 _STARTED = "{ repositoriesOrError { ... on RepositoryConnection { nodes { name } } } }"
 
 
@@ -44,6 +48,15 @@ class DagsterDev:
         answer = httpx.post(f"{self.url}/graphql", json=body, timeout=60, trust_env=False).raise_for_status().json()
         assert "errors" not in answer, answer["errors"]
         return dict(answer["data"])
+
+    def partition_stats(self, asset: str) -> dict[str, int]:
+        """Status, as a page names it → partitions of an asset that have it; without those that are missing."""
+        return dict(self.ask(_STATS, key={"path": [asset]})["assetNodeOrError"]["partitionStats"])
+
+    def stale(self, asset: str, partitions: Sequence[str]) -> list[str]:
+        """What the webserver says of partitions: ``FRESH``, ``STALE`` or ``MISSING``."""
+        asked = [self.ask(_STALE, key={"path": [asset]}, partition=partition) for partition in partitions]
+        return [answer["assetNodeOrError"]["staleStatus"] for answer in asked]
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
@@ -80,12 +93,12 @@ def _is_up(dev: DagsterDev) -> bool:
         return False
 
 
-def wait_for(what: str, holds: Callable[[], bool], tail: Callable[[], str]) -> None:
-    """Ask until it holds; fails with what `tail` says where it does not in `SECONDS`."""
+def wait_for(what: str, holds: Callable[[], bool], tail: Callable[[], str], every: float = 0.5) -> None:
+    """Ask until it holds, each `every` seconds; fails with what `tail` says where it does not in `SECONDS`."""
     deadline = time.monotonic() + SECONDS
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not after {SECONDS} s\n{tail()}"
-        time.sleep(0.5)
+        time.sleep(every)
 
 
 @contextmanager
@@ -121,7 +134,10 @@ def chromium() -> Iterator[Browser]:
 
 
 class Pages:
-    """What a person does in the pages, and what is seen there."""
+    """What a person does in the pages, and what is seen there.
+
+    What takes long is waited for with no page open, by asking the webserver: to draw a page that changes takes a core.
+    """
 
     def __init__(self, page: Page, dev: DagsterDev) -> None:
         self.page = page
@@ -129,6 +145,10 @@ class Pages:
 
     def open(self, path: str) -> None:
         self.page.goto(f"{self._dev.url}/{path}", wait_until="domcontentloaded")
+
+    def _wait_outside(self, what: str, holds: Callable[[], bool]) -> None:
+        self.page.goto("about:blank")
+        wait_for(what, holds, self._dev.tail, every=3)
 
     def open_graph(self) -> None:
         """The graph of the assets that make samples."""
@@ -165,10 +185,14 @@ class Pages:
 
     def see_partitions(self, asset: str, **counts: int) -> None:
         """Wait until the page of an asset's partitions shows these numbers, such as ``Failed=2``."""
+
+        def came() -> bool:
+            return all(counts.get(status, count) == count for status, count in self._dev.partition_stats(asset).items())
+
+        self._wait_outside(f"{asset}: {counts}", came)
         self.open(f"assets/{asset}?view=partitions")
         for status, count in counts.items():
-            shown = self.page.get_by_text(re.compile(rf"^{status} \(\d+\)$"))
-            expect(shown).to_have_text(f"{status} ({count})", timeout=SECONDS * 1000)
+            expect(self.page.get_by_text(re.compile(rf"^{status} \(\d+\)$"))).to_have_text(f"{status} ({count})")
 
     def see_metadata(self, asset: str, values: dict[str, str]) -> None:
         """Wait until an asset's page shows these values of its latest materialisation."""
@@ -180,6 +204,8 @@ class Pages:
     def see_synced(self, asset: str, partitions: Sequence[str], synced: bool) -> None:
         """Wait until the pages of partitions say, or do not say, that they are unsynced with what they were made from."""
         what = f"{'synced' if synced else 'unsynced'} {', '.join(partitions)}"
+        wanted = ["FRESH" if synced else "STALE"] * len(partitions)
+        self._wait_outside(what, lambda: self._dev.stale(asset, partitions) == wanted)
         wait_for(what, lambda: all(self._is_synced(asset, one) is synced for one in partitions), self._dev.tail)
 
     def _is_synced(self, asset: str, partition: str) -> bool:

@@ -16,7 +16,7 @@ from hs_assets.defs.recorded import SAMPLES
 from hs_assets.store import open_store
 from hs_assets_tests import faulty_capture
 from hs_assets_tests.conftest import temporary_home, write_project
-from hs_assets_tests.dagster_dev import SECONDS, DagsterDev, dagster_dev, pages
+from hs_assets_tests.dagster_dev import SECONDS, dagster_dev, pages
 from hs_assets_tests.plugins import make_plugin
 from hs_assets_tests.test_extract import write_rows
 
@@ -44,13 +44,6 @@ def make(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable
 
 def keys(numbers: range | tuple[int, ...]) -> list[str]:
     return [f"rows-{number:05d}" for number in numbers]
-
-
-def stale(dev: DagsterDev, partitions: list[str]) -> list[str]:
-    """What the webserver says of partitions of the samples."""
-    query = """query ($partition: String!) { assetNodeOrError(assetKey: {path: ["eagle3_samples"]}) { ... on AssetNode {
-        staleStatus(partition: $partition) } } }"""
-    return [dev.ask(query, partition=partition)["assetNodeOrError"]["staleStatus"] for partition in partitions]
 
 
 def statuses(project: Project, instance: dg.DagsterInstance) -> dict[str, list[str]]:
@@ -115,12 +108,12 @@ def test_a_changed_layer_set_is_seen_as_unsynced_until_the_schedule_has_extracte
         see.materialize("layer_set")
         see.see_metadata("layer_set", {"layer_set": "r2-5-8", "stale partitions": "3"})
         see.see_synced("eagle3_samples", stored, False)
-        assert stale(dev, stored + never) == ["STALE"] * 3 + ["MISSING"]
+        assert dev.stale("eagle3_samples", stored + never) == ["STALE"] * 3 + ["MISSING"]
 
         see.start_schedule("reextract_stale")
         see.see_synced("eagle3_samples", stored, True)
         see.see_partitions("eagle3_samples", Materialized=3, Materializing=0, Failed=0, Missing=1)
-        assert stale(dev, stored + never) == ["FRESH"] * 3 + ["MISSING"]
+        assert dev.stale("eagle3_samples", stored + never) == ["FRESH"] * 3 + ["MISSING"]
         asked = instance.get_runs(dg.RunsFilter(tags={"dagster/schedule_name": "reextract_stale"}))
         assert sorted(run.tags["dagster/partition"] for run in asked) == stored
     store = open_store(project.store_path)

@@ -25,8 +25,8 @@ from hs_assets.wire.spool import Spool
 from hs_assets_tests.conftest import say, write_project
 from hs_assets_tests.test_extract import make_prompts, write_rows
 
-ROWS = 300
-SERVER = "chunk_tokens = 64\nspool_bytes = 200_000_000\nidle_stop_seconds = 20\nmax_in_flight = 1"
+ROWS = 100
+SERVER = "chunk_tokens = 64\nspool_bytes = 200_000_000\nidle_stop_seconds = 8\nmax_in_flight = 1"
 LAUNCH = """mutation($p: ExecutionParams!) { launchRun(executionParams: $p) { __typename } }"""
 RUN = {
     "selector": {
@@ -89,8 +89,10 @@ def test_ctrl_c_on_dagster_dev_leaves_no_lease_and_a_server_that_stops_by_itself
         wait_for(lambda: len(list(dumps.glob("*.commit.json"))) >= 5)
         assert [lease.purpose for lease in folder.live_leases()] == ["extraction of rows-00000"]
         os.killpg(terminal.pid, signal.SIGINT)  # a terminal sends it to all that runs in it
-        terminal.wait(60)
-        wait_for(lambda: not of_session(terminal.pid), 60)
+        wait_for(lambda: not folder.live_leases(), 60)
+        with folder.lease("test"):  # the rest of dagster dev may take longer than the server waits for a user
+            terminal.wait(60)
+            wait_for(lambda: not of_session(terminal.pid), 60)
     finally:
         for pid in of_session(terminal.pid):
             os.kill(pid, signal.SIGKILL)

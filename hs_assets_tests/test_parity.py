@@ -38,6 +38,29 @@ def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.fixture(scope="module")
+def reference(
+    checkpoint: Callable[[str], Path],
+    engine_python: Path,
+    engine_env: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], dict[str, np.ndarray]]:
+    """Gives what transformers makes of the prompts with a family's model; each is asked once."""
+    folder = tmp_path_factory.mktemp("references")
+    prompts = folder / "prompts.json"
+    prompts.write_text(json.dumps([prompt.input_ids.tolist() for prompt in make_prompts()]))
+
+    def make(family: str) -> dict[str, np.ndarray]:
+        path = folder / f"{family}.safetensors"
+        if not path.exists():
+            script = Path(__file__).with_name("hf_reference.py")
+            command = [engine_python, script, checkpoint(family), prompts, path]
+            subprocess.run(command, env=engine_env, check=True, capture_output=True)
+        return dict(load_file(path))
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("family", "tensor_parallel"), [("llama", 1), ("qwen3", 1), ("deepseek_v3", 1), ("kimi_k25", 1), ("llama", 2)]
 )
@@ -45,15 +68,13 @@ def test_states_equal_transformers(
     family: str,
     tensor_parallel: int,
     checkpoint: Callable[[str], Path],
-    engine_python: Path,
-    engine_env: dict[str, str],
+    reference: Callable[[str], dict[str, np.ndarray]],
     home: Path,
-    tmp_path: Path,
 ) -> None:
-    model, prompts = checkpoint(family), make_prompts()
+    prompts = make_prompts()
     project = write_project(
         home,
-        model,
+        checkpoint(family),
         DEMO_TEXTS,
         top=f"layers = {list(range(LAYERS))}",
         server=f'dtype = "float32"\nchunk_tokens = {CHUNK}\ntensor_parallel = {tensor_parallel}\nspool_bytes = 200_000_000',
@@ -73,12 +94,7 @@ def test_states_equal_transformers(
     assert max(chunks) >= 3, "no prompt came in three chunks"
     assert [len(states) for states in ours] == list(LENGTHS)
 
-    (tmp_path / "prompts.json").write_text(json.dumps([prompt.input_ids.tolist() for prompt in prompts]))
-    reference = tmp_path / "reference.safetensors"
-    script = Path(__file__).with_name("hf_reference.py")
-    command = [engine_python, script, model, tmp_path / "prompts.json", reference]
-    subprocess.run(command, env=engine_env, check=True, capture_output=True)
-    tensors = load_file(reference)
+    tensors = reference(family)
     theirs = [tensors[f"states_{i}"] for i in range(len(prompts))]
     post_norm = [tensors[f"post_norm_{i}"] for i in range(len(prompts))]
 

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from hs_assets.config import Project
+from hs_assets.config import Project, load_project
 from hs_assets.errors import ServerError, ServerStartError
 from hs_assets.extraction.extract import Report, extract
 from hs_assets.serving.client import ask
@@ -180,13 +180,12 @@ def is_starting(folder: ServerFolder) -> bool:
 
 def extract_for_ever(home: str) -> None:
     """Runs in a process of its own, which is killed."""
-    from hs_assets.config import load_project
-
     project = load_project(home)
     extract(project, resolve(project), "rows-00000", "killed", say)
 
 
 def test_sglang_ends_with_its_watchdog_and_the_next_user_starts_it_again(project: Project) -> None:
+    project = load_project(project.home.root)  # as the test before this one left it: its server is up
     folder = ServerFolder(project.home.server)
     first = start(project)
     state = folder.read_state()

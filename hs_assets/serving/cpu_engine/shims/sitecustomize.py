@@ -3,8 +3,12 @@
 torchvision's wheel brings an extension that links to CUDA's torch and so does not load; without it, registering the
 fake kernels of its operators fails. Declaring the two operators first is enough, for SGLang uses only its transforms.
 Nothing is imported until torchvision is.
+
+SGLang imports for some 10 s of processor time in each of its three processes, a sixth of it in looking for garbage among
+what the imports make, nearly all of which stays: it is looked for less often.
 """
 
+import gc
 import importlib.abc
 import sys
 
@@ -22,4 +26,5 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
                 _DeclareOperators.library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
 
 
+gc.set_threshold(50_000)
 sys.meta_path.insert(0, _DeclareOperators())
