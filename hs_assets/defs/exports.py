@@ -4,7 +4,6 @@ They are made when somebody asks for them, from what is in the store; no server 
 ``<home>/exports/<trainer>/<layer set>-<state fingerprint>/``, which is what the trainer is pointed to.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hs_assets.exports.summary import begin, combine, finish
 from hs_assets.exports.trainer import Trainer
 from hs_assets.exports.trainers import SPECULATORS, TRAINERS
 from hs_assets.exports.vocabulary import FILE, find_mapping, keep_mapping, make_mapping
+from hs_assets.extraction.progress import Progress
 from hs_assets.samples.model import read_model_facts
 from hs_assets.store import open_store
 from hs_assets.store.manifest import Manifest
@@ -27,7 +27,6 @@ from hs_assets.wire.layers import LayerSet
 
 VOCABULARY = dg.AssetKey("vocabulary_mapping")
 _GROUP, _OWNERS = "exports", ["team:hs-assets"]
-_SAY_SECONDS = 10.0
 
 
 class VocabularyConfig(dg.Config):
@@ -102,7 +101,7 @@ Materialised again it leaves alone what is identical, byte for byte, and replace
         folder, mapping = _folder(loaded, trainer, manifest), find_mapping(loaded.home.root / FILE)
         begin(folder, manifest, trainer)
         check_room(store, [manifest], folder)
-        exported = export_partition(store, manifest, trainer, folder, _progress(manifest.tokens, context.log.info))
+        exported = export_partition(store, manifest, trainer, folder, _teller(len(manifest.samples), context.log.info))
         body = finish(folder, trainer, manifest, [exported], mapping)
         stale = body["vocabulary"] and body["vocabulary"]["stale"]
         if stale:
@@ -122,19 +121,16 @@ def speculators_dataset(project: ProjectResource) -> dg.MaterializeResult[None]:
     return dg.MaterializeResult(metadata={"rows": combine(folder), "path": dg.MetadataValue.path(folder.root / ALL)})
 
 
-def _progress(total: int, say: Callable[[str], None]) -> Callable[[str, int], None]:
-    """Called with each sample and its tokens; says every few seconds how far it is."""
-    began = said = time.monotonic()
-    done = 0
+def _teller(samples: int, say: Callable[[str], None]) -> Callable[[str, int], None]:
+    """What is called with each sample that is exported, and its tokens."""
+    progress, done, exported = Progress(samples, "samples", say), 0, 0
 
-    def told(sample_id: str, tokens: int) -> None:
-        nonlocal said, done
-        done, now = done + tokens, time.monotonic()
-        if now - said > _SAY_SECONDS:
-            said, rate = now, done / (now - began)
-            say(f"{sample_id}: {done:,} of {total:,} tokens, {rate:,.0f} tokens/s, {(total - done) / rate:.0f} s left")
+    def tell(_sample_id: str, tokens: int) -> None:
+        nonlocal done, exported
+        done, exported = done + 1, exported + tokens
+        progress.tell(done, exported)
 
-    return told
+    return tell
 
 
 def _layer_set(project: Project) -> str:

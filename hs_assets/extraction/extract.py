@@ -13,6 +13,7 @@ from hs_assets.config import Project
 from hs_assets.errors import ServerDiedError, SpoolError
 from hs_assets.extraction.intake import SERVER_DIED, Destination, Intake
 from hs_assets.extraction.plan import Plan, free_bytes, make_plan
+from hs_assets.extraction.progress import Progress
 from hs_assets.samples.model import load_head
 from hs_assets.samples.prompts import Prompt
 from hs_assets.samples.rules import Expected, Validator
@@ -28,8 +29,6 @@ from hs_assets.store.writer import ArrayShape
 from hs_assets.wire.records import CommitRecord, CountersRecord
 from hs_assets.wire.rid import parse_rid
 from hs_assets.wire.spool import Spool
-
-_SAY_SECONDS = 10.0
 
 Say = Callable[[str], None]
 
@@ -206,7 +205,7 @@ def _watched(
 ) -> Iterator[Captured | Failed | None]:
     """The outcomes, counted, with a line on the progress every few seconds."""
     yield from here
-    began = said = time.monotonic()
+    progress = Progress(total, "requests", say)
     for outcome in captures:
         if outcome is not None:
             report.requests += 1
@@ -214,13 +213,7 @@ def _watched(
             report.captured_tokens += len(outcome.prompt.input_ids)
             report.dump_bytes += outcome.files.data.stat().st_size
         yield outcome
-        now = time.monotonic()
-        if report.requests and (now - said > _SAY_SECONDS or report.requests == total):
-            said = now
-            rate = report.captured_tokens / (now - began)
-            left = (total - report.requests) * (now - began) / report.requests
-            done = f"{report.requests} of {total} requests, {report.captured_tokens:,} tokens"
-            say(f"{done}, {rate:,.0f} tokens/s, {left:.0f} s left")
+        progress.tell(report.requests, report.captured_tokens)
 
 
 def _adopt(project: Project, target: Target, plan: Plan, say: Say) -> list[Captured]:

@@ -15,6 +15,7 @@ from hs_assets.config import Project
 from hs_assets.errors import ConfigError, ServerDiedError
 from hs_assets.extraction.extract import Say, alone
 from hs_assets.extraction.generations import GenerationLog
+from hs_assets.extraction.progress import SAY_SECONDS, Progress
 from hs_assets.extraction.status import source_of
 from hs_assets.samples.answers import Answered, AnswerRules, Generation, answer
 from hs_assets.samples.conversations import Conversation, Dropped
@@ -30,7 +31,6 @@ from hs_assets.serving.spec import weight_fingerprint
 from hs_assets.serving.state import ServerFolder, ServerState
 from hs_assets.wire.dump import token_sha256
 
-_SAY_SECONDS = 10.0
 _SEEDED = "--enable-deterministic-inference"
 
 
@@ -167,15 +167,13 @@ class _Answering:
         done: dict[int, Answered | Dropped] = {}
         with ThreadPoolExecutor(client.connections, "hs-assets-answer") as pool:
             waiting = {pool.submit(self._row, number, client): number for number in numbers}
-            began = said = time.monotonic()
+            progress = Progress(len(numbers), "rows", say)
             try:
                 while waiting:
-                    finished, _ = wait(waiting, timeout=_SAY_SECONDS, return_when=FIRST_COMPLETED)
+                    finished, _ = wait(waiting, timeout=SAY_SECONDS, return_when=FIRST_COMPLETED)
                     for future in finished:
                         self._take(future, waiting.pop(future), done, client)
-                    if time.monotonic() - said > _SAY_SECONDS or not waiting:
-                        said = time.monotonic()
-                        say(self._progress(len(numbers) - len(waiting), len(numbers), said - began))
+                    progress.tell(len(numbers) - len(waiting), self.log.added_tokens)
             except BaseException:
                 client.give_up()
                 pool.shutdown(cancel_futures=True)
@@ -193,12 +191,6 @@ class _Answering:
             client.give_up()
             self.report.died = self.report.died or str(error)
             self.report.failed[number] = "server_died", error.problem
-
-    def _progress(self, done: int, total: int, seconds: float) -> str:
-        left = f"{(total - done) * seconds / done:.0f} s left" if done else "none is done yet"
-        return (
-            f"{done} of {total} rows, {self.log.added_tokens:,} tokens, {self.log.added_tokens / seconds:,.0f} tokens/s, {left}"
-        )
 
     def _row(self, number: int, client: GenerateClient | None) -> Answered | Dropped:
         """The answers to a row; raises _NotGeneratedError where one must be asked for, and there is no client."""
