@@ -184,3 +184,16 @@ def test_what_differs_from_the_state_spec_that_is_stored_is_named(make: Callable
         "dtype: bfloat16 there, float32 now; flags: --dtype bfloat16, --tp-size 1 there, --dtype float32, --tp-size 2 now"
         in result.output
     )
+
+
+def test_rows_that_changed_under_prompts_are_named(make: Callable[..., Project]) -> None:
+    project = make(12)
+    words, source = ["plan", "--home", str(project.home.root)], project.settings.prompts.sources[0].path
+    assert json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["warnings"] == []
+    lines = source.read_bytes().splitlines(keepends=True)
+    for rows in (lines[:10], [*lines[:11], lines[0]], [*lines, lines[3]]):  # fewer, another one, one more
+        source.write_bytes(b"".join(rows))
+        (warning,) = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["warnings"]
+        assert warning == f"the source has other rows now than the prompts were made of: materialise prompts of {KEY}"
+    source.write_bytes(b"".join(lines))
+    assert json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["warnings"] == []

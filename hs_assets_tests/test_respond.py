@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import hs_assets.extraction.progress
 import hs_assets.extraction.respond
 from hs_assets.config import Project
 from hs_assets.errors import ConfigError, ExtractionError, PromptError
@@ -258,7 +259,8 @@ def test_interrupted_it_ends_what_is_in_flight_and_asks_for_no_more(
     make: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make(24)
-    monkeypatch.setattr(hs_assets.extraction.respond, "_SAY_SECONDS", 0.3)
+    for module in (hs_assets.extraction.respond, hs_assets.extraction.progress):
+        monkeypatch.setattr(module, "SAY_SECONDS", 0.3)
 
     def interrupt(line: str) -> None:
         if "of 24 rows" in line:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from hs_assets.errors import PromptError, SpoolError, StoreError
 from hs_assets.extraction.plan import compare, free_bytes
 from hs_assets.extraction.status import source_indexes
 from hs_assets.samples.prompts import table_path
-from hs_assets.samples.source_index import read_entries
+from hs_assets.samples.source_index import Entry, read_entries
 from hs_assets.samples.sources import partition_key
 from hs_assets.serving.admission import bytes_of
 from hs_assets.serving.launch import Target, spool_budget
@@ -25,6 +25,7 @@ from hs_assets.wire.rid import parse_rid
 from hs_assets.wire.spool import Spool
 
 _BYTES_PER_TOKEN = 4
+_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -69,12 +70,14 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
         kept: the dumps are to stay in the spool, and nothing goes into the store.
     """
     need, paths, sizes, specs = Need(kept=kept), StorePaths(project.store_path), list[int](), Counter[str]()
+    changed = list[str]()
     for name, index in source_indexes(project).items():
         for number, (start, end) in enumerate(zip(index.starts, (*index.starts[1:], index.rows), strict=True)):
             key = partition_key(name, number)
             if keys is not None and key not in keys:
                 continue
             need.partitions += 1
+            entries = read_entries(project.home.prompts / "index", name, start, end)
             if table_path(project.home.prompts, key).exists():
                 try:
                     plan = compare(project, target, paths, key)
@@ -82,11 +85,12 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
                     need.damaged[key] = str(error)
                     continue
                 need.store_bytes += plan.store_bytes
+                if {row.source_row: row.source_sha256 for row in plan.prompts.rows} != _hashes(entries, start):
+                    changed.append(key)
                 specs.update([json.dumps(plan.other_spec)] if plan.other_spec else ())
                 lengths = [len(prompt.input_ids) for prompt in plan.to_capture]
             else:
                 need.estimated += 1
-                entries = read_entries(project.home.prompts / "index", name, start, end)
                 most = min(project.settings.prompts.max_tokens, target.facts.max_prompt_tokens)
                 lengths = [min(entry.bytes // _BYTES_PER_TOKEN, most) for entry in entries if entry.duplicate_of is None]
                 layout = target.layout
@@ -94,11 +98,18 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
             need.samples += len(lengths)
             need.tokens += sum(lengths)
             sizes += [dataclasses.replace(target.layout, tokens=length).file_bytes for length in lengths]
+    if changed:
+        some = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
+        need.warnings.append(f"the source has other rows now than the prompts were made of: materialise prompts of {some}")
     need.warnings += [_other_spec(target, json.loads(spec), count) for spec, count in specs.items()]
     need.dump_bytes, need.largest_dump_bytes = sum(sizes), max(sizes, default=0)
     judge(project, need, keys)
     need.larger_than_spool = sum(size > need.spool_bytes for size in sizes) if need.spool_bytes is not None else 0
     return need
+
+
+def _hashes(entries: Sequence[Entry], first: int) -> dict[int, str]:
+    return {number: entry.sha256 for number, entry in enumerate(entries, first)}
 
 
 def _other_spec(target: Target, stored: dict[str, Any], partitions: int) -> str:
