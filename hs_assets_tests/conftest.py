@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ DEMO_TEXTS = Path(str(resources.files("hs_assets") / "presets" / "demo_conversat
 
 # Of each server and reference: as many of them run at once as there are workers, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell has what it starts in the background ignore SIGINT, by which dagster dev ends its processes, and they inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONGEST_FIRST = (
     "test_browser",
