@@ -39,6 +39,7 @@ _LONGEST_FIRST = (
     "test_ctrl_c",
     "test_batching",
     "test_responses",
+    "test_benchmarks",
     "test_backfills",
     "test_definitions",
     "test_training",
