@@ -20,14 +20,12 @@ from rich.tree import Tree
 
 from hs_assets.config import DEFAULT_HOME, Project
 from hs_assets.extraction.last_failure import LastFailure
-from hs_assets.extraction.status import COMPLETE, DAMAGED, NOT_CONFIGURED, PartitionStatus
+from hs_assets.extraction.status import COMPLETE, DAMAGED, NOT_CONFIGURED, PartitionStatus, some_of
 from hs_assets.samples.readable import runs, visible
 from hs_assets.samples.show import ShownRow
 from hs_assets.serving.state import UP, LeaseRecord, ServerState
 from hs_assets.store.reader import Lineage
 from hs_assets.wire.records import CountersRecord
-
-_NAMED = 5
 
 
 def ledger_table(partitions: Sequence[PartitionStatus]) -> Table:
@@ -75,9 +73,8 @@ def failure_lines(failures: Mapping[str, LastFailure]) -> list[str]:
     lines = []
     for error, partitions in sorted(by_error.items(), key=lambda item: -len(item[1])):
         last = max((failures[partition] for partition in partitions), key=lambda failure: failure.at)
-        more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
-        lines.append(f"the last run of {', '.join(partitions[:_NAMED])}{more} failed, {when}, run {last.run_id}: {error}")
+        lines.append(f"the last run of {some_of(partitions)} failed, {when}, run {last.run_id}: {error}")
     return lines
 
 

@@ -18,7 +18,6 @@ from hs_assets.samples.survey import Survey
 from hs_assets.settings import PromptSettings, SourceSettings
 
 _SHOWN_DETAIL = 160
-_SHOWN_PARTITIONS = 5
 
 
 class _UsageError(click.ClickException):
@@ -129,9 +128,10 @@ def _lines(survey: Survey, settings: PromptSettings, failing: list[str]) -> list
     if survey.unread:
         lines.append(f"not needed   {_counts(dict(survey.unread.most_common()))}")
     if failing:
-        more = f" and {len(failing) - _SHOWN_PARTITIONS} more" if len(failing) > _SHOWN_PARTITIONS else ""
-        numbers = ", ".join(key.rpartition("-")[2] for key in failing[:_SHOWN_PARTITIONS])
-        lines.append(f"NOT GOOD     partitions {numbers}{more} drop more than {settings.max_dropped_share:.0%} of their rows")
+        from hs_assets.extraction.status import some_of
+
+        numbers = some_of([key.rpartition("-")[2] for key in failing])
+        lines.append(f"NOT GOOD     partitions {numbers} drop more than {settings.max_dropped_share:.0%} of their rows")
     return lines
 
 

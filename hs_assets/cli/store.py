@@ -6,12 +6,16 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hs_assets.cli.options import json_option, project_options
 from hs_assets.config import load_project
 from hs_assets.errors import StoreError
+
+if TYPE_CHECKING:
+    from hs_assets.store.reader import Store
 
 
 @click.command()
@@ -46,23 +50,14 @@ def lineage(
     hs-assets lineage --run 3f2c… --json               a line of JSON a row
     hs-assets lineage --parquet lineage.parquet        a table: duckdb -c "select * from 'lineage.parquet' where source_row = 17"
     """
-    from hs_assets.console import lineage_tree, make_console
     from hs_assets.extraction.lineage_table import write_lineage_table
     from hs_assets.store import open_store
     from hs_assets.store.lineage import Question, lineage_rows
-    from hs_assets.store.reader import lineage as record_of
 
     store = open_store(load_project(home, config).store_path)
     question = Question(sample_id, layer_set, partition, source, source_row, run_id, spec)
-    count = 0
-    of_sample = sample_id is not None and dataclasses.replace(question, sample_id=None) == Question() and parquet is None
-    for count, entry in enumerate(store.find_all(sample_id or "") if of_sample else (), 1):  # noqa: B007  (the last is the count)
-        record = record_of(*entry)
-        if as_json:
-            click.echo(json.dumps(dataclasses.asdict(record)))
-        else:
-            make_console().print(lineage_tree(record))
-    if count:
+    only_sample = sample_id if dataclasses.replace(question, sample_id=None) == Question() and parquet is None else None
+    if only_sample is not None and _print_sample(store, only_sample, as_json):
         return
     if parquet is not None:
         count = write_lineage_table(store, parquet, question)
@@ -72,7 +67,8 @@ def lineage(
             "Name a sample, or what its rows shall be of: --partition, --source, --row, --run, --spec; or --parquet FILE."
         )
     else:
-        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007
+        count = 0
+        for count, row in enumerate(lineage_rows(store, question), 1):  # noqa: B007  (the last number is the count)
             why = "" if row.reason is None else f"  {row.reason}: {row.detail}"
             runs = ", ".join(dict.fromkeys(row.run_ids))
             line = (
@@ -80,9 +76,24 @@ def lineage(
             )
             click.echo(json.dumps(row.as_dict()) if as_json else line)
     if not count:
-        problem = "no such sample in the store" if of_sample else "no row is an answer"
+        problem = "no such sample in the store" if only_sample is not None else "no row is an answer"
         remedy = "hs-assets status lists the partitions, <source>-<number>; their rows are known once one was extracted"
         raise StoreError(problem, where=store.paths.root, got=sample_id, remedy=remedy)
+
+
+def _print_sample(store: Store, sample_id: str, as_json: bool) -> bool:
+    """The lineage of a sample in each layer set, as it is found; returns whether there is any."""
+    from hs_assets.console import lineage_tree, make_console
+    from hs_assets.store.reader import lineage as record_of
+
+    found = False
+    for entry in store.find_all(sample_id):
+        found, record = True, record_of(*entry)
+        if as_json:
+            click.echo(json.dumps(dataclasses.asdict(record)))
+        else:
+            make_console().print(lineage_tree(record))
+    return found
 
 
 @click.command()

@@ -54,7 +54,7 @@ def summarize(backfill: FinishedBackfill, statuses: Sequence[PartitionStatus]) -
     if damaged := [one for one in statuses if one.problem is not None]:
         lines += ["", "## Partitions that cannot be read", "", "Their rows count as pending.", ""]
         lines += ["| partition | why |", "|---|---|"]
-        lines += [f"| {one.partition} | {' '.join((one.problem or '').split())} |" for one in damaged[:SHOWN]]
+        lines += [f"| {one.partition} | {_escaped(' '.join((one.problem or '').split()))} |" for one in damaged[:SHOWN]]
         if len(damaged) > SHOWN:
             lines.append(f"| and {len(damaged) - SHOWN} more | |")
     if not_made:
@@ -73,4 +73,8 @@ def summarize(backfill: FinishedBackfill, statuses: Sequence[PartitionStatus]) -
 
 def _cell(failure: LastFailure) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(failure.at))
-    return f"{when}: {failure.error}".replace("|", "\\|")
+    return _escaped(f"{when}: {failure.error}")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

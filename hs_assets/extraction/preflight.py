@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 from hs_assets.config import Project
 from hs_assets.errors import PromptError, SpoolError, StoreError
 from hs_assets.extraction.plan import compare, free_bytes
-from hs_assets.extraction.status import source_indexes
+from hs_assets.extraction.status import some_of, source_indexes
 from hs_assets.samples.prompts import table_path
 from hs_assets.samples.source_index import Entry, read_entries
 from hs_assets.samples.sources import partition_key
@@ -25,7 +24,6 @@ from hs_assets.wire.rid import parse_rid
 from hs_assets.wire.spool import Spool
 
 _BYTES_PER_TOKEN = 4
-_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
                 need.store_bytes += plan.store_bytes
                 if {row.source_row: row.source_sha256 for row in plan.prompts.rows} != _hashes(entries, start):
                     changed.append(key)
-                specs.update([json.dumps(plan.other_spec)] if plan.other_spec else ())
+                specs.update([_what_differs(target, plan.other_spec)] if plan.other_spec else ())
                 lengths = [len(prompt.input_ids) for prompt in plan.to_capture]
             else:
                 need.estimated += 1
@@ -99,9 +97,12 @@ def predict(project: Project, target: Target, keys: Collection[str] | None = Non
             need.tokens += sum(lengths)
             sizes += [dataclasses.replace(target.layout, tokens=length).file_bytes for length in lengths]
     if changed:
-        some = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
-        need.warnings.append(f"the source has other rows now than the prompts were made of: materialise prompts of {some}")
-    need.warnings += [_other_spec(target, json.loads(spec), count) for spec, count in specs.items()]
+        which = some_of(changed)
+        need.warnings.append(f"the source has other rows now than the prompts were made of: materialise prompts of {which}")
+    need.warnings += [
+        f"{count} partitions are stored under another state spec, so all their states are asked for again: {differs}"
+        for differs, count in specs.items()
+    ]
     need.dump_bytes, need.largest_dump_bytes = sum(sizes), max(sizes, default=0)
     judge(project, need, keys)
     need.larger_than_spool = sum(size > need.spool_bytes for size in sizes) if need.spool_bytes is not None else 0
@@ -112,9 +113,8 @@ def _hashes(entries: Sequence[Entry], first: int) -> dict[int, str]:
     return {number: entry.sha256 for number, entry in enumerate(entries, first)}
 
 
-def _other_spec(target: Target, stored: dict[str, Any], partitions: int) -> str:
-    found = "; ".join(f"{one.name}: {one.expected} there, {one.got} now" for one in spec_differences(stored, target.spec))
-    return f"{partitions} partitions are stored under another state spec, so all their states are asked for again: {found}"
+def _what_differs(target: Target, stored: dict[str, Any]) -> str:
+    return "; ".join(f"{one.name}: {one.expected} there, {one.got} now" for one in spec_differences(stored, target.spec))
 
 
 def judge(project: Project, need: Need, keys: Collection[str] | None = None) -> None:

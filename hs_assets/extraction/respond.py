@@ -15,6 +15,7 @@ from hs_assets.config import Project
 from hs_assets.errors import ConfigError, ServerDiedError
 from hs_assets.extraction.extract import Say, alone
 from hs_assets.extraction.generations import GenerationLog
+from hs_assets.extraction.intake import SERVER_DIED
 from hs_assets.extraction.progress import SAY_SECONDS, Progress
 from hs_assets.extraction.status import source_of
 from hs_assets.samples.answers import Answered, AnswerRules, Generation, answer
@@ -190,7 +191,7 @@ class _Answering:
         except ServerDiedError as error:
             client.give_up()
             self.report.died = self.report.died or str(error)
-            self.report.failed[number] = "server_died", error.problem
+            self.report.failed[number] = SERVER_DIED, error.problem
 
     def _row(self, number: int, client: GenerateClient | None) -> Answered | Dropped:
         """The answers to a row; raises _NotGeneratedError where one must be asked for, and there is no client."""

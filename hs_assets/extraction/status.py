@@ -19,10 +19,18 @@ from hs_assets.store.summary import find_summary
 from hs_assets.wire.dump import DumpLayout
 from hs_assets.wire.layers import LayerSet
 
+_NAMED = 5
+
 COMPLETE, INCOMPLETE, STALE, PREPARED, NEW = "complete", "incomplete", "stale", "prepared", "new"
 DAMAGED, NOT_CONFIGURED = "damaged", "not configured"
 """STALE: stored in another layer set than the one that is looked at. DAMAGED: its manifest or its prompts cannot be read.
 NOT_CONFIGURED: stored, and no configured source has such a partition."""
+
+
+def some_of(partitions: Sequence[str]) -> str:
+    """The first few of some partitions by name, and how many more there are."""
+    more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
+    return ", ".join(partitions[:_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,9 @@ def status(project: Project, layer_set_id: str | None = None, keys: Collection[s
             remedy="name one of these, or leave --layer-set out for the configured one",
         )
     chosen = LayerSet.parse(layer_set_id) if layer_set_id else configured
-    view = _View(project, paths, facts.hidden_size)
-    others = sorted(known - {chosen.id})
+    others, dtype = sorted(known - {chosen.id}), DTYPES[project.settings.server.dtype]
+    shown = [chosen, *map(LayerSet.parse, others)]
+    view = _View(project, paths, {one.id: DumpLayout(1, one.residual_ids, facts.hidden_size, dtype).row_bytes for one in shown})
     rows = {
         partition_key(name, number): end - start
         for name, index in source_indexes(project).items()
@@ -141,7 +150,8 @@ class _View:
 
     project: Project
     paths: StorePaths | None
-    hidden_size: int
+    row_bytes: dict[str, int]
+    """Layer set → bytes of the states of a token."""
 
     def configured(self, key: str, layer_set: str, others: Sequence[str], rows: int) -> PartitionStatus:
         """A partition that has `rows` rows in its source now."""
@@ -165,7 +175,6 @@ class _View:
             return None
         ledger = found.ledger
         pending = max(0, rows - found.source_rows)  # rows that were appended since
-        layers, dtype = LayerSet.parse(layer_set), DTYPES[self.project.settings.server.dtype]
         return PartitionStatus(
             partition=key,
             layer_set=layer_set,
@@ -176,7 +185,7 @@ class _View:
             failed=ledger.failed,
             pending=pending,
             tokens=found.tokens,
-            bytes=found.tokens * DumpLayout(1, layers.residual_ids, self.hidden_size, dtype).row_bytes,
+            bytes=found.tokens * self.row_bytes[layer_set],
             state_fingerprint=found.state_fingerprint,
         )
 
